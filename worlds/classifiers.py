@@ -6,7 +6,6 @@ occlusion) makes hair colour harder to read than beard and hair length, so a stu
 shortcut. In histology the stain is by itself the easier cue. The oracle sees balanced data without augmentation.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,10 +121,3 @@ def train_classifier(world: World, recipe: ClassifierRecipe, checkpoint: Path, t
         title=title,
         weight_decay=1e-2,
     )
-
-
-def write_classifier(folder: Path, model: nn.Module, world: World) -> None:
-    """Saves a classifier as a Hugging Face image-classification folder."""
-    assert isinstance(model, ResNetForImageClassification)
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing(world), indent=2) + "\n")

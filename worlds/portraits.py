@@ -137,8 +137,11 @@ class Portraits(World):
         # Hair on top: the crown of the head above a hairline that is parted and runs down the temples.
         part = 0.20 * c["hair_parting"]
         temple = (u.abs() - 0.27).clamp(min=0)
-        hairline = -0.33 + 0.10 * c["hair_fringe"] + 0.28 * ((u - part).abs() - 0.06).clamp(min=0) + temple * (
-            1.2 * male + 2.6 * female
+        hairline = (
+            -0.33
+            + 0.10 * c["hair_fringe"]
+            + 0.28 * ((u - part).abs() - 0.06).clamp(min=0)
+            + temple * (1.2 * male + 2.6 * female)
         )
         cap_outer = ellipse(u, v + 0.05, 0.425 + 0.04 * female, 0.505 + 0.03 * female)
         cap = torch.maximum(torch.maximum(cap_outer, v - hairline), v - (0.02 * male + 0.36 * female))
@@ -174,7 +177,15 @@ class Portraits(World):
         canvas.paint(shade(skin, torch.tensor(0.86)), coverage(bare, size), "skin")
 
     def _beard(
-        self, canvas: Canvas, c: dict[str, Tensor], fu: Tensor, v: Tensor, head: Tensor, male: Tensor, light: Tensor, size: int
+        self,
+        canvas: Canvas,
+        c: dict[str, Tensor],
+        fu: Tensor,
+        v: Tensor,
+        head: Tensor,
+        male: Tensor,
+        light: Tensor,
+        size: int,
     ) -> None:
         full = c["beard_fullness"]
         # Below a line that rises towards the ears, inside the jaw, open around the mouth; a moustache above it.
@@ -188,7 +199,9 @@ class Portraits(World):
         tone = shade(BEARD, light * grain)
         canvas.paint(tone, coverage(beard, size, 2.5) * male * (0.72 + 0.25 * full), "beard")
 
-    def _eyes(self, canvas: Canvas, c: dict[str, Tensor], fu: Tensor, v: Tensor, male: Tensor, skin: Colour, size: int) -> None:
+    def _eyes(
+        self, canvas: Canvas, c: dict[str, Tensor], fu: Tensor, v: Tensor, male: Tensor, skin: Colour, size: int
+    ) -> None:
         side = fu.abs() - 0.165
         gaze = torch.sign(fu) * side - 0.018 * c["yaw"]
         ev = v + 0.045
@@ -210,14 +223,18 @@ class Portraits(World):
         self, canvas: Canvas, c: dict[str, Tensor], fu: Tensor, v: Tensor, female: Tensor, skin: Colour, size: int
     ) -> None:
         nu = fu - 0.02 * c["yaw"]
-        ridge = torch.exp(-(((nu - 0.022) / 0.026) ** 2)) * ((v + 0.06) / 0.1).clamp(0, 1) * ((0.16 - v) / 0.04).clamp(0, 1)
-        canvas.paint(shade(skin, torch.tensor(0.72)), 0.45 * ridge)
+        ridge = (
+            torch.exp(-(((nu - 0.022) / 0.026) ** 2)) * ((v + 0.06) / 0.1).clamp(0, 1) * ((0.16 - v) / 0.04).clamp(0, 1)
+        )
+        canvas.paint(shade(skin, torch.tensor(0.72)), 0.45 * ridge, "skin")
         tip = ellipse(nu, v - 0.145, 0.058, 0.024)
-        canvas.paint(shade(skin, torch.tensor(0.70)), 0.75 * coverage(tip, size))
+        canvas.paint(shade(skin, torch.tensor(0.70)), 0.75 * coverage(tip, size), "skin")
         curve = 0.045 * c["smile"] * ((fu / 0.13) ** 2 - 0.5)
         mv = v - 0.275 + curve
         width = 0.115 + 0.02 * c["smile"]
         lips = segment(fu, mv, -width, torch.zeros_like(width), width, torch.zeros_like(width))
         bare = shade(mix(skin, _rgb(0.62, 0.30, 0.28), torch.tensor(0.45)), torch.tensor(0.88))
         canvas.paint(mix(bare, LIPSTICK, 0.92 * female), coverage(lips - 0.021 - 0.010 * female, size), "lips")
-        canvas.paint(shade(mix(bare, LIPSTICK, 0.6 * female), torch.tensor(0.55)), 0.7 * coverage(lips - 0.005, size), "lips")
+        canvas.paint(
+            shade(mix(bare, LIPSTICK, 0.6 * female), torch.tensor(0.55)), 0.7 * coverage(lips - 0.005, size), "lips"
+        )

@@ -1,6 +1,7 @@
 """Rebuilds the embedded models from nothing: `python -m worlds.train portraits|histology|classifiers|all`.
 
-Each stage is deterministic, shows its progress, and goes on from its last checkpoint after an interruption.
+Each stage is deterministic on one machine, shows its progress, goes on from its last checkpoint after an interruption,
+and ends with a model card of freshly measured figures.
 """
 
 import argparse
@@ -9,9 +10,10 @@ import sys
 from pathlib import Path
 
 import torch
-from diffusers import ModelMixin
 
 from worlds import WORLDS
+from worlds.card import write_card
+from worlds.classifiers import RECIPES, preprocessing, train_classifier
 from worlds.generators import (
     diffusion_scheduler,
     encode_all,
@@ -21,7 +23,7 @@ from worlds.generators import (
     train_flow,
     training_images,
 )
-from worlds.store import CHECKPOINTS, prior_folder, write_prior
+from worlds.store import CHECKPOINTS, ROLES, WEIGHTS, write_classifier, write_prior
 from worlds.world import World
 
 
@@ -32,16 +34,22 @@ def train_prior(world: World, checkpoints: Path) -> None:
     vae = train_autoencoder(world, images, checkpoints / f"{world.name}-autoencoder.safetensors")
     latents = encode_all(vae, images)
     checkpoint = checkpoints / f"{world.name}-network.safetensors"
-    parts: dict[str, ModelMixin]
     if world.name == "portraits":
-        parts = {"vae": vae, "transformer": train_flow(world, latents, checkpoint)}
-        write_prior(prior_folder(world), parts, flow_scheduler())
+        write_prior(world, {"vae": vae, "transformer": train_flow(world, latents, checkpoint)}, flow_scheduler())
     else:
-        parts = {"vae": vae, "unet": train_diffusion(world, latents, checkpoint)}
-        write_prior(prior_folder(world), parts, diffusion_scheduler())
+        write_prior(world, {"vae": vae, "unet": train_diffusion(world, latents, checkpoint)}, diffusion_scheduler())
+
+
+def train_classifiers(world: World, checkpoints: Path) -> None:
+    """Trains a world's student, twin and oracle and saves them as Hugging Face folders."""
+    for role, recipe in RECIPES[world.name].items():
+        title = f"{world.name} {role}"
+        model = train_classifier(world, recipe, checkpoints / f"{world.name}-{role}.safetensors", title)
+        write_classifier(world, role, model, preprocessing(world))
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Trains what was asked for, then writes the card of each world whose models are all there."""
     parser = argparse.ArgumentParser(prog="python -m worlds.train", description=__doc__)
     parser.add_argument("what", choices=[*WORLDS, "classifiers", "all"])
     parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints and start from nothing")
@@ -53,6 +61,13 @@ def main(argv: list[str] | None = None) -> int:
     for name, world in WORLDS.items():
         if arguments.what in (name, "all"):
             train_prior(world, arguments.checkpoints)
+        if arguments.what in ("classifiers", "all"):
+            train_classifiers(world, arguments.checkpoints)
+    for name, world in WORLDS.items():
+        whole = all((WEIGHTS / name / part).is_dir() for part in ("prior", *ROLES))
+        if whole and arguments.what in (name, "classifiers", "all"):
+            print(f"{name}: measuring for the model card", file=sys.stderr)
+            write_card(world)
     return 0
 
 

@@ -1,0 +1,1 @@
+"""What is said of a classifier: data, metrics, teachers, verdict, gate, debiasing."""

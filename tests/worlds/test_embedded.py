@@ -1,0 +1,72 @@
+"""The shipped models keep what the foundations promise, measured on fresh pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from worlds import WORLDS, World, report
+from worlds.demo import main as demo
+from worlds.measure import Measurement, generate, measure
+from worlds.report import PROMISES, kept, table
+from worlds.store import open_prior
+
+N_SAMPLES = 400
+
+
+@pytest.fixture(params=list(WORLDS))
+def world(request: pytest.FixtureRequest) -> World:
+    return WORLDS[request.param]
+
+
+@pytest.mark.slow
+def test_every_promise_is_kept(world: World) -> None:
+    samples = generate(open_prior(world), N_SAMPLES, world.size, seed=4242)
+    found = measure(world, samples)
+    broken = {key: found.as_dict()[key] for key, bound in PROMISES.items() if not kept(getattr(found, key), bound)}
+    assert not broken
+
+
+def test_samples_come_from_their_seed(world: World) -> None:
+    prior = open_prior(world)
+    first = generate(prior, 2, world.size, seed=1, steps=4)
+    assert torch.equal(first, generate(prior, 2, world.size, seed=1, steps=4))
+    assert not torch.equal(first, generate(prior, 2, world.size, seed=2, steps=4))
+
+
+def _measurement(**changes: float) -> Measurement:
+    good = dict.fromkeys(Measurement.__dataclass_fields__, 1.0) | {"psnr": 35.0, "student_worst_group": 0.2}
+    return Measurement(**{**good, **changes})  # type: ignore[arg-type]
+
+
+def test_the_report_says_which_promise_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "measure", lambda world: _measurement())
+    assert report.main(["--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert set(figures) == {"portraits", "histology", "weights_mb"}
+    assert set(PROMISES) <= set(figures["portraits"])
+    assert "MISSED" not in capsys.readouterr().out
+    monkeypatch.setattr(report, "measure", lambda world: _measurement(psnr=30.0))
+    assert report.main([]) == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
+    assert len(missed) == 1
+    assert missed[0].startswith("psnr")
+
+
+def test_the_table_has_every_figure() -> None:
+    text = table({"portraits": _measurement()}, 12.5)
+    for key in Measurement.__dataclass_fields__:
+        assert key in text
+
+
+@pytest.mark.slow
+def test_the_demo_writes_a_page_that_needs_no_other_file(tmp_path: Path) -> None:
+    page = demo(tmp_path / "demo")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("data:image/png;base64,") == 3 * len(WORLDS)
+    assert "http" not in text
+    assert "student" in text
+    assert not list(tmp_path.rglob("*.partial"))

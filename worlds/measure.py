@@ -1,0 +1,119 @@
+"""How good the embedded models are, measured now: reconstruction, samples, and what the classifiers lean on.
+
+Test pictures come from seeds that no training uses. Shapes: images [N, 3, H, W] in [0, 1].
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from audit.classifier import HuggingFaceClassifier
+from audit.metrics import frechet_distance, group_accuracies
+from engine.prior import Prior
+from worlds.store import open_classifier, open_prior
+from worlds.world import Sample, World
+
+TEST_SEED = 900_001
+N_TEST = 2_000
+N_SAMPLES = 1_000
+SAMPLING_STEPS = 28
+FLOOR_DRAWS = 3
+BATCH = 50
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Every figure that the foundations promise, for one world."""
+
+    psnr: float
+    """Peak signal-to-noise ratio of reconstructions in dB, from the mean squared error over all test pictures."""
+    oracle_on_reconstructions: float
+    frechet_ratio: float
+    """Fréchet distance of samples to real pictures over that of real to real, in the oracle's features."""
+    frechet_samples: float
+    frechet_floor: float
+    frechet_reconstructions: float
+    n_frechet: int
+    student_worst_group: float
+    student_on_poisoned: float
+    twin_worst_group: float
+    oracle_accuracy: float
+    oracle_worst_group: float
+    n_test: int
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Rounded, for JSON and tables."""
+        return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+
+@torch.no_grad()
+def reconstruct(prior: Prior, images: Tensor) -> Tensor:
+    """D(E(x)), clamped to [0, 1]."""
+    return torch.cat([prior.decode(prior.encode(x)).clamp(0, 1) for x in images.split(BATCH)])
+
+
+@torch.no_grad()
+def generate(prior: Prior, n: int, size: int, seed: int, steps: int = SAMPLING_STEPS) -> Tensor:
+    """Unconditional samples: the path walked from pure noise."""
+    path = prior.path(steps, 1.0, size, size)
+    noise = torch.randn(n, *prior.latent_shape(size, size), generator=torch.Generator().manual_seed(seed))
+    images = []
+    for z in tqdm(noise.split(BATCH), desc="sampling", unit="batch", disable=n <= BATCH, leave=False):
+        for i in range(path.length):
+            z = path.step(z, prior.predict(z, path.timesteps[i]), i)
+        images.append(prior.decode(z).clamp(0, 1))
+    return torch.cat(images)
+
+
+def predictions(classifier: HuggingFaceClassifier, images: Tensor) -> Tensor:
+    """Class indices [N]."""
+    return classifier.probabilities(images).argmax(1)
+
+
+def features(oracle: HuggingFaceClassifier, images: Tensor) -> Tensor:
+    """The oracle's last features, [N, D]."""
+    return torch.cat([oracle.features(x) for x in images.split(256)])
+
+
+def worst_group(classifier: HuggingFaceClassifier, data: Sample) -> float:
+    """Accuracy of the worst of the four label × confounder groups."""
+    found = predictions(classifier, data.images)
+    return group_accuracies(found, data.labels, data.confounders).worst.value
+
+
+def measure(world: World, samples: Tensor | None = None) -> Measurement:
+    """Opens the embedded models of a world and measures them on fresh pictures."""
+    prior = open_prior(world)
+    student, twin, oracle = (open_classifier(world, role) for role in ("student", "twin", "oracle"))
+    test = world.sample(N_TEST, TEST_SEED)
+    rebuilt = reconstruct(prior, test.images)
+    error = (rebuilt - test.images).square().mean()
+    if samples is None:
+        samples = generate(prior, N_SAMPLES, world.size, seed=TEST_SEED)
+    n = len(samples)
+    real = features(oracle, test.images[:n])
+    others = [features(oracle, world.sample(n, TEST_SEED + 1 + i).images) for i in range(FLOOR_DRAWS)]
+    floor = sum(frechet_distance(real, other) for other in others) / FLOOR_DRAWS
+    from_samples = frechet_distance(real, features(oracle, samples))
+    poisoned = world.poisoned(N_TEST, TEST_SEED + 50, rho=1.0)
+
+    def accuracy(classifier: HuggingFaceClassifier, images: Tensor, labels: Tensor) -> float:
+        return (predictions(classifier, images) == labels).float().mean().item()
+
+    return Measurement(
+        psnr=(-10 * torch.log10(error)).item(),
+        oracle_on_reconstructions=accuracy(oracle, rebuilt, test.labels),
+        frechet_ratio=from_samples / floor,
+        frechet_samples=from_samples,
+        frechet_floor=floor,
+        frechet_reconstructions=frechet_distance(real, features(oracle, rebuilt[:n])),
+        n_frechet=n,
+        student_worst_group=worst_group(student, test),
+        student_on_poisoned=accuracy(student, poisoned.images, poisoned.labels),
+        twin_worst_group=worst_group(twin, test),
+        oracle_accuracy=accuracy(oracle, test.images, test.labels),
+        oracle_worst_group=worst_group(oracle, test),
+        n_test=N_TEST,
+    )
