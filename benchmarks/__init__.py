@@ -1,0 +1,1 @@
+"""Measurements that anyone can run again; raw results are committed under results/."""

@@ -1,0 +1,1 @@
+"""How one counterfactual is made: path, prior, loop, masks, guidance, surrogate, runtimes."""

@@ -1,0 +1,1 @@
+"""How people and machines reach it: command line and BentoML service."""
