@@ -1,0 +1,128 @@
+"""The settings of SCE-LITE-HQ as one frozen record; it holds no run state."""
+
+import hashlib
+import json
+import pathlib
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.errors import RecipeError
+
+GradientName = Literal[
+    "surrogate",
+    "vanilla",
+    "smoothgrad",
+    "smoothdiff",
+    "ig",
+    "smoothgrad_ig",
+    "smoothdiff_ig",
+    "path_gradient",
+]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Recipe(BaseModel):
+    """Every setting of a counterfactual run; the defaults are the readings this project has chosen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # The walk through the generator.
+    steps: int = Field(15, ge=1, le=1000, description="length of the full schedule")
+    strength: float = Field(0.6, gt=0, le=1, description="share of the schedule that is executed")
+    estimate: Literal["pre", "paper"] = Field("pre", description="z_hat before the step, or after it as printed")
+
+    # The guidance z <- z - eta·(beta·g_smooth + proximity).
+    eta: float = Field(1.0, ge=0, description="step size of the guidance")
+    beta: float = Field(1.0, ge=0, description="weight of the classifier gradient")
+    guidance_schedule: Literal["sigma", "constant"] = Field("sigma", description="eta times sigma_t, or eta")
+    guide_last_step: bool = Field(False, description="push in the last step too, as printed")
+    normalise: bool = Field(False, description="bring each sample's classifier gradient to root mean square 1")
+    clip: Positive | None = Field(None, description="largest L2 norm of one sample's classifier gradient")
+    loss: Literal["cross_entropy", "target_logit"] = "cross_entropy"
+    temperature: float = Field(1.0, gt=0, description="logits are divided by it inside the loss")
+    gradient: GradientName = Field("surrogate", description="where the classifier gradient comes from")
+    gradient_samples: int = Field(8, ge=1, le=256, description="noisy copies of the smoothed gradient sources")
+    gradient_noise: float = Field(0.1, ge=0, description="standard deviation of that noise, in image units")
+    gradient_points: int = Field(8, ge=1, le=256, description="points on the line of the integrated sources")
+
+    # Proximity to z0.
+    lambda1: float = Field(0.0, ge=0, description="weight of the L1 term")
+    lambda2: float = Field(0.0, ge=0, description="weight of the per-position L2 norms")
+    proximity: Literal["latent", "estimate"] = Field("latent", description="acts on z_t as printed, or on z_hat")
+
+    # Masks.
+    tau: float = Field(0.15, ge=0, le=2, description="relative threshold; 0 freezes nothing, above 1 everything")
+    blur: float = Field(4.0, ge=0, description="standard deviation of Psi's Gaussian, in pixels")
+    # From the first step on, as printed, the mask sees estimates that guidance has not reached yet and pastes its first
+    # pushes away; FastDiME masks the second half only.
+    mask_start: float = Field(0.5, ge=0, le=1, description="share of the executed steps before Phase I; paper: 0")
+    mask_reference: Literal["image", "reconstruction"] = Field("image", description="Psi compares with x0 or D(E(x0))")
+    downsampling: Literal["all", "nearest"] = Field("all", description="a cell is frozen if all its pixels are")
+    paste: Literal["renoised", "clean"] = Field("renoised", description="what is put into frozen cells")
+    feather: float = Field(1.0, ge=0, description="standard deviation of the composite's soft rim, in pixels")
+    composite: Literal["decoded", "difference"] = Field(
+        "decoded", description="blend D(z) into x0, or add D(z) - D(E(x0)) to x0"
+    )
+
+    # Tries and diversity.
+    escalation: tuple[Positive, ...] = Field((1.0, 1.5, 2.25), min_length=1, max_length=16)
+    margin: float | None = Field(0.5, ge=0, lt=1, description="lead of the target's probability for early stop")
+    k: int = Field(1, ge=1, le=64, description="counterfactuals per image")
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    # Memory.
+    micro_batch: int | None = Field(None, ge=1, description="samples per network or decoder call; none = all")
+    checkpoint: bool = Field(False, description="recompute the decoder's activations in its backward pass")
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise RecipeError(_sentence(error)) from None
+
+    @model_validator(mode="after")
+    def _escalation_climbs(self) -> Self:
+        if any(late <= early for early, late in zip(self.escalation, self.escalation[1:], strict=False)):
+            raise ValueError("should grow from try to try")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the settings, independent of their order."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def needs_reconstruction(self) -> bool:
+        """Whether D(E(x0)) has to be decoded once per image."""
+        return self.mask_reference == "reconstruction" or self.composite == "difference"
+
+    def changed(self, **settings: Any) -> "Recipe":
+        """The same recipe with some settings replaced, validated again."""
+        return Recipe(**{**self.model_dump(), **settings})
+
+    def save(self, file: pathlib.Path | str) -> None:
+        """The recipe is written as JSON."""
+        pathlib.Path(file).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: pathlib.Path | str) -> "Recipe":
+        """The recipe stored in a JSON file."""
+        try:
+            settings = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RecipeError(f"The recipe {file} cannot be read as JSON: {error}.") from None
+        if not isinstance(settings, dict):
+            raise RecipeError(f"The recipe {file} has to hold one JSON object.")
+        return cls(**settings)
+
+
+def _sentence(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong in a recipe."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"]) or "escalation"
+    if first["type"] == "extra_forbidden":
+        return f"The recipe has no setting {name!r}; it knows {', '.join(Recipe.model_fields)}."
+    problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
+    given = f", but is {first['input']!r:.80}" if first["loc"] else ""
+    return f"The recipe's setting {name!r} {problem}{given}."
