@@ -4,9 +4,10 @@ import torch
 from PIL import Image
 
 from audit.pictures import save_png, sheet
+from engine.sampling import generate, reconstruct
 from worlds.classifiers import RECIPES
 from worlds.generators import AUTOENCODER_STEPS, NETWORK_STEPS, TRAINING_IMAGES
-from worlds.measure import N_SAMPLES, SAMPLING_STEPS, TEST_SEED, generate, measure, reconstruct
+from worlds.measure import N_SAMPLES, TEST_SEED, measure
 from worlds.store import WEIGHTS, open_prior
 from worlds.world import World
 
@@ -42,8 +43,8 @@ Label: {world.labels[0]} or {world.labels[1]} ({world.label_region}). Confounder
 
 ![pictures, reconstructions, samples](overview.png)
 
-Rows 1–2: pictures of the world. Rows 3–4: the same through the autoencoder. Rows 5–6: samples of the prior
-({SAMPLING_STEPS} steps, null conditioning).
+Rows 1–2: pictures of the world. Rows 3–4: the same through the autoencoder. Rows 5–6: samples of the prior (28
+steps, null conditioning).
 
 ## Prior
 

@@ -7,8 +7,9 @@ import torch
 
 from audit.metrics import group_accuracies
 from audit.pictures import data_uri, save_png, sheet
+from engine.sampling import generate, reconstruct
 from worlds import WORLDS
-from worlds.measure import TEST_SEED, generate, predictions, reconstruct
+from worlds.measure import TEST_SEED, predictions
 from worlds.store import open_classifier, open_prior
 from worlds.world import Sample, World
 

@@ -7,20 +7,17 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from audit.classifier import HuggingFaceClassifier
 from audit.metrics import frechet_distance, group_accuracies
-from engine.prior import Prior
+from engine.sampling import generate, reconstruct
 from worlds.store import open_classifier, open_prior
 from worlds.world import Sample, World
 
 TEST_SEED = 900_001
 N_TEST = 2_000
 N_SAMPLES = 1_000
-SAMPLING_STEPS = 28
 FLOOR_DRAWS = 3
-BATCH = 50
 
 
 @dataclass(frozen=True)
@@ -46,25 +43,6 @@ class Measurement:
     def as_dict(self) -> dict[str, float | int]:
         """Rounded, for JSON and tables."""
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
-
-
-@torch.no_grad()
-def reconstruct(prior: Prior, images: Tensor) -> Tensor:
-    """D(E(x)), clamped to [0, 1]."""
-    return torch.cat([prior.decode(prior.encode(x)).clamp(0, 1) for x in images.split(BATCH)])
-
-
-@torch.no_grad()
-def generate(prior: Prior, n: int, size: int, seed: int, steps: int = SAMPLING_STEPS) -> Tensor:
-    """Unconditional samples: the path walked from pure noise."""
-    path = prior.path(steps, 1.0, size, size)
-    noise = torch.randn(n, *prior.latent_shape(size, size), generator=torch.Generator().manual_seed(seed))
-    images = []
-    for z in tqdm(noise.split(BATCH), desc="sampling", unit="batch", disable=n <= BATCH, leave=False):
-        for i in range(path.length):
-            z = path.step(z, prior.predict(z, path.timesteps[i]), i)
-        images.append(prior.decode(z).clamp(0, 1))
-    return torch.cat(images)
 
 
 def predictions(classifier: HuggingFaceClassifier, images: Tensor) -> Tensor:

@@ -16,10 +16,12 @@ import torch
 from audit.classifier import HuggingFaceClassifier, load_classifier
 from engine.errors import WeightsError
 from engine.prior import Prior, load_prior
+from engine.recipe import Recipe
 from worlds.world import World
 
 ROOT = Path(__file__).parent
 WEIGHTS = ROOT / "weights"
+RECIPES = ROOT / "recipes"
 CHECKPOINTS = ROOT / ".training"
 ROLES = ("student", "twin", "oracle")
 CHECKSUMS = "checksums.json"
@@ -37,6 +39,11 @@ def open_classifier(world: World, role: str, weights: Path = WEIGHTS) -> Hugging
         raise ValueError(f"{role!r} is not one of {', '.join(ROLES)}")
     _check(weights / world.name, role, "python -m worlds.train classifiers")
     return load_classifier(weights / world.name / role)
+
+
+def open_recipe(world: World) -> Recipe:
+    """The counterfactual settings that were calibrated for a world's prior and student."""
+    return Recipe.load(RECIPES / f"{world.name}.json")
 
 
 def write_prior(world: World, parts: dict[str, Any], scheduler: Any, weights: Path = WEIGHTS) -> None:

@@ -5,6 +5,6 @@ A module has two functions: `add(subparsers)` declares its arguments and ends wi
 of other rooms are imported inside `run`, so that `pfungst --help` does not wait for torch.
 """
 
-from service.commands import demo
+from service.commands import calibrate, demo, explain
 
-COMMANDS = (demo,)
+COMMANDS = (demo, explain, calibrate)

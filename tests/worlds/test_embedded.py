@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.sampling import generate
 from worlds import WORLDS, World, report
 from worlds.demo import main as demo
-from worlds.measure import Measurement, generate, measure
+from worlds.measure import Measurement, measure
 from worlds.report import PROMISES, kept, table
 from worlds.store import open_prior
 

@@ -1,0 +1,114 @@
+"""Finds the strength, the guidance and τ at which a prior explains a classifier.
+
+First the strength: the largest at which an unguided walk to noise and back keeps the classifier's label, so that
+whatever flips it later is the guidance and not the loss of detail. Then a small search over guidance and τ, scored by
+flips that the evaluator confirms and by how little of the picture they touch.
+
+Shapes: images [N, 3, H, W] in [0, 1].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from audit.explain import Explainer
+from audit.metrics import edited_area
+from engine.errors import InputError
+from engine.recipe import Recipe
+from engine.sampling import image_to_image
+
+STRENGTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+GUIDANCE = (0.15, 0.3, 0.6, 1.2)
+TAUS = (0.1, 0.2, 0.3)
+LABEL_KEPT = 0.95
+AREA_WEIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting that was tried, and how it did."""
+
+    strength: float
+    eta: float
+    tau: float
+    flip_rate: float
+    nafr: float
+    area_median: float
+    score: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The recipe that was found, and everything that was tried on the way."""
+
+    recipe: Recipe
+    label_kept: dict[float, float]
+    """Share of images whose label an unguided walk keeps, by strength."""
+    trials: tuple[Trial, ...]
+    n: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "n": self.n,
+            "label_kept": {str(strength): share for strength, share in self.label_kept.items()},
+            "trials": [asdict(trial) for trial in self.trials],
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+
+
+def calibrate(
+    explainer: Explainer,
+    images: Tensor,
+    *,
+    strengths: Sequence[float] = STRENGTHS,
+    guidance: Sequence[float] = GUIDANCE,
+    taus: Sequence[float] = TAUS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """The best recipe for this prior and classifier, starting from the explainer's own."""
+    if len(images) < 4:
+        raise InputError(f"Calibration needs at least 4 images; these are {len(images)}.")
+    recipe = explainer.recipe.changed(k=1)
+    kept = _labels_kept(explainer, images, recipe, strengths)
+    good = [strength for strength, share in kept.items() if share >= LABEL_KEPT]
+    strength = max(good) if good else min(kept)
+    trials: list[Trial] = []
+    grid = [(eta, tau) for eta in guidance for tau in taus]
+    for done, (eta, tau) in enumerate(grid, start=1):
+        trials.append(_try(explainer, images, recipe.changed(strength=strength, eta=eta, tau=tau)))
+        if progress is not None:
+            progress(done, len(grid))
+    best = max(trials, key=lambda trial: trial.score)
+    found = explainer.recipe.changed(strength=strength, eta=best.eta, tau=best.tau)
+    return Calibration(found, kept, tuple(trials), len(images))
+
+
+def _labels_kept(
+    explainer: Explainer, images: Tensor, recipe: Recipe, strengths: Sequence[float]
+) -> dict[float, float]:
+    """By strength, the share of images that the classifier calls the same after an unguided walk."""
+    before = explainer.classifier.probabilities(images).argmax(1)
+    shares = {}
+    for strength in strengths:
+        after = image_to_image(explainer.prior, images, recipe.steps, strength, recipe.seed)
+        same = explainer.classifier.probabilities(after).argmax(1) == before
+        shares[strength] = float(same.float().mean())
+    return shares
+
+
+def _try(explainer: Explainer, images: Tensor, recipe: Recipe) -> Trial:
+    tried = Explainer(explainer.prior, explainer.classifier, explainer.surrogates, recipe)
+    probabilities = explainer.classifier.probabilities(images)
+    targets = probabilities.scatter(1, probabilities.argmax(1, keepdim=True), -1.0).argmax(1).tolist()
+    sets = tried(images, targets, seeds=list(range(len(images))))
+    flipped = np.array([found.flipped[0] for found in sets])
+    confirmed = np.array([tried.evaluator_flipped(found)[0] for found in sets]) & flipped
+    areas = np.array([edited_area(found.edit_masks[:, 0])[0] for found in sets])
+    nafr = float(confirmed.mean())
+    area = float(np.median(areas[confirmed])) if confirmed.any() else 1.0
+    score = nafr - AREA_WEIGHT * area
+    return Trial(recipe.strength, recipe.eta, recipe.tau, float(flipped.mean()), nafr, area, score)

@@ -1,0 +1,158 @@
+"""One image, K counterfactuals, and the files a person needs to judge them.
+
+Shapes: an image is [3, H, W] in [0, 1]; K counterfactuals are [K, 3, H, W].
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.classifier import HuggingFaceClassifier
+from audit.metrics import edited_area
+from audit.pictures import heat_map, save_png, sheet, to_pil
+from engine.errors import TargetError
+from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactuals
+from engine.prior import Prior
+from engine.recipe import Recipe
+from engine.surrogate import EVALUATOR, GUIDE, Surrogate, SurrogatePair, SurrogateRecipe, distil_cached
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """Everything that counterfactuals of one classifier need."""
+
+    prior: Prior
+    classifier: HuggingFaceClassifier
+    surrogates: SurrogatePair
+    recipe: Recipe
+
+    def __call__(
+        self,
+        images: Tensor,
+        targets: list[int],
+        seeds: list[int] | None = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+        cancel: CancelToken | None = None,
+    ) -> list[CounterfactualSet]:
+        """Counterfactual sets of images [N, 3, H, W], one batch."""
+        return counterfactuals(
+            self.prior,
+            self.classifier,
+            self.surrogates.guide,
+            images,
+            targets,
+            self.recipe,
+            seeds,
+            progress=progress,
+            cancel=cancel,
+        )
+
+    def evaluator_flipped(self, found: CounterfactualSet) -> list[bool]:
+        """Whether the evaluator, which had no part in the search, also gives the target."""
+        return (self.surrogates.evaluator.predict(found.images) == found.target).tolist()
+
+
+def distil_pair(
+    classifier: HuggingFaceClassifier,
+    images: Tensor,
+    cache: Path,
+    *,
+    guide: SurrogateRecipe = GUIDE,
+    evaluator: SurrogateRecipe = EVALUATOR,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> SurrogatePair:
+    """Guide and evaluator of a classifier, distilled on images by queries alone, or read from the cache."""
+
+    def one(recipe: SurrogateRecipe) -> Surrogate:
+        return distil_cached(
+            classifier.probabilities,
+            images,
+            recipe,
+            classifier_hash=classifier.content_hash,
+            folder=cache,
+            progress=None if progress is None else lambda done, steps: progress(recipe.role, done, steps),
+        )
+
+    return SurrogatePair(one(guide), one(evaluator))
+
+
+def choose_target(classifier: HuggingFaceClassifier, image: Tensor, name: str | None) -> int:
+    """The index of the named class, or the most probable class besides the predicted one."""
+    probabilities = classifier.probabilities(image[None])[0]
+    predicted = int(probabilities.argmax())
+    if name is None:
+        probabilities[predicted] = -1
+        return int(probabilities.argmax())
+    if name not in classifier.labels:
+        known = ", ".join(classifier.labels)
+        raise TargetError(f"The target {name!r} is unknown; the classifier knows: {known}.")
+    target = classifier.labels.index(name)
+    if target == predicted:
+        raise TargetError(f"The classifier says {name!r} already; choose another target.")
+    return target
+
+
+def summary(explainer: Explainer, found: CounterfactualSet) -> dict[str, Any]:
+    """One counterfactual set as JSON: what was asked, what came out, what it cost, and how to make it again."""
+    labels = explainer.classifier.labels
+    second = explainer.evaluator_flipped(found)
+    areas = edited_area(found.edit_masks[:, 0])
+    return {
+        "format": FORMAT,
+        "source": labels[found.source],
+        "target": labels[found.target],
+        "source_probability": float(found.source_logits.softmax(0)[found.source]),
+        "counterfactuals": [
+            {
+                "flipped": found.flipped[k],
+                "evaluator_flipped": second[k],
+                "target_probability": float(found.logits[k].softmax(0)[found.target]),
+                "edited_area": float(areas[k]),
+                "escalation": found.factors[k],
+                "cost": asdict(found.costs[k]),
+            }
+            for k in range(len(found.images))
+        ],
+        "agreement": {
+            role: asdict(surrogate.agreement)
+            for role, surrogate in (
+                ("guide", explainer.surrogates.guide),
+                ("evaluator", explainer.surrogates.evaluator),
+            )
+        },
+        "seed": found.seed,
+        "recipe": found.recipe.model_dump(mode="json"),
+        "hashes": {**found.hashes, "evaluator": explainer.surrogates.evaluator.weights_hash},
+    }
+
+
+def write_explanation(explainer: Explainer, found: CounterfactualSet, out: Path) -> Path:
+    """Writes the pictures and explanation.json into `out` and returns the path of the overview picture.
+
+    All files are made in a folder beside it first; explanation.json is moved last, so where it stands all stands.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    zoom = max(1, 256 // found.x0.shape[2])
+    with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as scratch:
+        folder = Path(scratch)
+        save_png(to_pil(found.x0), folder / "original.png")
+        columns = [found.x0]
+        for k, image in enumerate(found.images):
+            save_png(to_pil(image), folder / f"counterfactual-{k + 1}.png")
+            save_png(to_pil(found.soft_masks[k].expand(3, -1, -1)), folder / f"mask-{k + 1}.png")
+            columns += [image, heat_map(found.x0[None], image[None])[0]]
+        save_png(sheet([torch.stack(columns)], zoom), folder / "explanation.png")
+        text = json.dumps(summary(explainer, found), indent=2, allow_nan=False)
+        (folder / "explanation.json").write_text(text + "\n", encoding="utf-8")
+        for file in sorted(folder.iterdir(), key=lambda f: f.name == "explanation.json"):
+            file.replace(out / file.name)
+    return out / "explanation.png"

@@ -1,0 +1,58 @@
+"""`pfungst calibrate` finds strength, guidance and τ for a prior and a classifier and writes a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from engine.errors import InputError
+from service.commands.explain import add_prior_arguments
+from service.exit_code import ExitCode
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declares the arguments of `pfungst calibrate`."""
+    parser = subparsers.add_parser("calibrate", help="find the settings for a prior and a classifier")
+    parser.add_argument("--classifier", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    add_prior_arguments(parser)
+    parser.add_argument("--n", type=int, default=24, help="images that every setting is tried on (default: 24)")
+    parser.add_argument("--out", type=Path, default=Path("recipe.json"), metavar="FILE", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrates and writes the recipe, and beside it what was tried."""
+    from audit.calibration import calibrate
+    from audit.classifier import load_classifier
+    from audit.explain import Explainer, distil_pair
+    from service.progress import counting, distilling
+    from service.sources import AUTO, N_PICTURES, open_source
+
+    if args.prior == AUTO:
+        raise InputError("calibrate needs --prior: portraits, histology, a diffusers folder or a hub id.")
+    if args.n < 4:
+        raise InputError(f"--n is {args.n}; calibration needs at least 4 images.")
+    classifier = load_classifier(args.classifier)
+    source = open_source(args.prior, recipe=args.recipe, revision=args.revision)
+    pictures = source.pictures(args.data, N_PICTURES + args.n)
+    if len(pictures) < 4 * args.n:
+        raise InputError(f"{len(pictures)} images are too few: --n {args.n} needs at least {4 * args.n}.")
+    with distilling() as report:
+        surrogates = distil_pair(classifier, pictures[args.n :], args.cache, progress=report)
+    explainer = Explainer(source.prior, classifier, surrogates, source.recipe)
+    with counting("calibrating", "setting") as watch:
+        found = calibrate(explainer, pictures[: args.n], progress=watch)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.out.with_name(args.out.name + ".partial")
+    found.recipe.save(partial)
+    partial.replace(args.out)
+    trials = args.out.with_suffix(".trials.json")
+    trials.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+    best = max(found.trials, key=lambda trial: trial.score)
+    print(
+        f"strength {best.strength}, eta {best.eta}, tau {best.tau}: flip rate {best.flip_rate:.2f}, "
+        f"confirmed by the evaluator {best.nafr:.2f}, median area {best.area_median:.0%} (n = {found.n})"
+    )
+    print(f"Wrote {args.out} and {trials}")
+    return ExitCode.PASS

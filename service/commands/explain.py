@@ -1,0 +1,74 @@
+"""`pfungst explain` makes counterfactuals of one image and writes pictures and JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from engine.errors import InputError
+from service.exit_code import ExitCode
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declares the arguments of `pfungst explain`."""
+    parser = subparsers.add_parser("explain", help="make counterfactuals of one image")
+    parser.add_argument("--classifier", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--image", type=Path, required=True, metavar="FILE", help="PNG, JPEG, WebP or BMP")
+    parser.add_argument("--target", metavar="NAME", help="class to reach (default: the second most probable)")
+    parser.add_argument("--k", type=int, default=2, help="counterfactuals, disjoint in their edits (default: 2)")
+    add_prior_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same pictures (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("out/explain"), metavar="DIR", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def add_prior_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which prior, recipe and pictures are used."""
+    parser.add_argument(
+        "--prior", default="auto", metavar="NAME", help="portraits, histology, a diffusers folder or a hub id"
+    )
+    parser.add_argument("--revision", metavar="COMMIT", help="40-digit commit of a hub id")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe that pfungst calibrate wrote")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of images to distil the surrogates on")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path("out/cache"),
+        metavar="DIR",
+        help="distilled surrogates (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explains `args.image` and prints where the picture is."""
+    if args.out.exists() and not args.out.is_dir():
+        raise InputError(f"--out {args.out} is a file; name a folder.")
+
+    from audit.classifier import load_classifier
+    from audit.explain import Explainer, choose_target, distil_pair, summary, write_explanation
+    from audit.images import read_image, to_square
+    from service.progress import distilling, guiding
+    from service.sources import AUTO, closest_embedded, open_source
+
+    classifier = load_classifier(args.classifier)
+    image = read_image(args.image)
+    name = closest_embedded(image) if args.prior == AUTO else args.prior
+    source = open_source(name, recipe=args.recipe, revision=args.revision)
+    recipe = source.recipe.changed(k=args.k, seed=args.seed)
+    image = to_square(image, source.size)
+    target = choose_target(classifier, image, args.target)
+    with distilling() as report:
+        surrogates = distil_pair(classifier, source.pictures(args.data), args.cache, progress=report)
+    explainer = Explainer(source.prior, classifier, surrogates, recipe)
+    with guiding() as watch:
+        found = explainer(image[None], [target], progress=watch)[0]
+    picture = write_explanation(explainer, found, args.out)
+    for k, one in enumerate(summary(explainer, found)["counterfactuals"], start=1):
+        outcome = "flipped" if one["flipped"] else "not flipped"
+        second = "confirmed" if one["evaluator_flipped"] else "not confirmed"
+        print(
+            f"counterfactual {k}: {outcome} to {classifier.labels[target]} ({one['target_probability']:.2f}), "
+            f"{second} by the evaluator, {one['edited_area']:.0%} of the picture edited"
+        )
+    print(f"Open {picture.resolve()}")
+    return ExitCode.PASS

@@ -1,0 +1,75 @@
+"""What the words of the command line mean: embedded priors by name, folders, and pictures to distil on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.prior import Prior
+    from engine.recipe import Recipe
+
+N_PICTURES = 2000
+PICTURE_SEED = 700_001
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class PriorSource:
+    """A prior that was found, the recipe that goes with it, and the embedded world it belongs to, if any."""
+
+    name: str
+    prior: Prior
+    recipe: Recipe
+    size: int
+
+    def pictures(self, data: Path | None, n: int = N_PICTURES) -> Tensor:
+        """Pictures to distil surrogates on: those of a folder, of the embedded world, or samples of the prior."""
+        from audit.images import read_folder
+        from engine.sampling import generate
+        from worlds import WORLDS
+
+        if data is not None:
+            return read_folder(data, self.size, limit=n)
+        if self.name in WORLDS:
+            return WORLDS[self.name].sample(n, PICTURE_SEED, self.size).images
+        return generate(self.prior, n, self.size, seed=PICTURE_SEED)
+
+
+def open_source(name: str, *, recipe: Path | None = None, revision: str | None = None) -> PriorSource:
+    """An embedded prior by the name of its world, or any other by its folder or hub id."""
+    from engine.prior import load_prior
+    from engine.recipe import Recipe
+    from worlds import WORLDS
+    from worlds.store import open_prior, open_recipe
+
+    if name in WORLDS:
+        world = WORLDS[name]
+        settings = Recipe.load(recipe) if recipe else open_recipe(world)
+        return PriorSource(name, open_prior(world), settings, world.size)
+    prior = load_prior(name, revision=revision)
+    if prior.image_size is None:
+        raise InputError(f"The prior {name} does not say its image size.")
+    return PriorSource(name, prior, Recipe.load(recipe) if recipe else Recipe(), prior.image_size)
+
+
+def closest_embedded(image: Tensor) -> str:
+    """The embedded world whose autoencoder rebuilds an image best; an InputError if none knows such pictures."""
+    from audit.images import to_square
+    from engine.sampling import reconstruct
+    from worlds import WORLDS
+    from worlds.store import open_prior
+
+    errors = {}
+    for name, world in WORLDS.items():
+        x = to_square(image, world.size)[None]
+        errors[name] = float((reconstruct(open_prior(world), x) - x).square().mean())
+    best = min(errors, key=lambda name: errors[name])
+    if errors[best] > 0.003:  # a peak signal-to-noise ratio of 25 dB
+        raise InputError("No embedded prior knows such pictures; name one with --prior.")
+    return best

@@ -1,0 +1,89 @@
+"""Explaining one image with the embedded portraits models: files, JSON, targets, and settings found by calibration."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from audit.calibration import calibrate
+from audit.explain import Explainer, choose_target, distil_pair, write_explanation
+from audit.images import read_image
+from engine.errors import InputError, TargetError
+from engine.surrogate import EVALUATOR, GUIDE
+from worlds import WORLDS
+from worlds.store import open_classifier, open_prior, open_recipe
+
+WORLD = WORLDS["portraits"]
+
+
+@pytest.fixture(scope="module")
+def explainer(tmp_path_factory: pytest.TempPathFactory) -> Explainer:
+    """The poisoned student with quickly distilled surrogates."""
+    student = open_classifier(WORLD, "student")
+    images = WORLD.sample(400, seed=77).images
+    pair = distil_pair(
+        student,
+        images,
+        tmp_path_factory.mktemp("cache"),
+        guide=GUIDE.changed(steps=60),
+        evaluator=EVALUATOR.changed(steps=60),
+    )
+    return Explainer(open_prior(WORLD), student, pair, open_recipe(WORLD).changed(steps=6, k=2, escalation=(1.0,)))
+
+
+def test_files_and_json_tell_one_story(explainer: Explainer, tmp_path: Path) -> None:
+    image = WORLD.sample(1, seed=5).images
+    target = choose_target(explainer.classifier, image[0], None)
+    found = explainer(image, [target])[0]
+    picture = write_explanation(explainer, found, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    numbered = {f"{kind}-{k}.png" for kind in ("counterfactual", "mask") for k in (1, 2)}
+    assert names == {"original.png", "explanation.png", "explanation.json", *numbered}
+    with Image.open(picture) as sheet:
+        assert sheet.width > 5 * 256
+    told = json.loads((tmp_path / "out" / "explanation.json").read_text())
+    assert (told["source"], told["target"]) == (WORLD.labels[1 - target], WORLD.labels[target])
+    assert len(told["counterfactuals"]) == 2
+    assert set(told["hashes"]) == {"prior", "classifier", "guide", "evaluator", "recipe", "image"}
+    original = read_image(tmp_path / "out" / "original.png")
+    changed = [(read_image(tmp_path / "out" / f"counterfactual-{k}.png") - original).abs().amax(0) > 0 for k in (1, 2)]
+    assert not (changed[0] & changed[1]).any()
+
+
+def test_the_target_is_a_known_other_class(explainer: Explainer) -> None:
+    image = WORLD.sample(1, seed=5).images[0]
+    predicted = explainer.classifier.labels[1 - choose_target(explainer.classifier, image, None)]
+    with pytest.raises(TargetError, match="already"):
+        choose_target(explainer.classifier, image, predicted)
+    with pytest.raises(TargetError, match="knows: dark, blond"):
+        choose_target(explainer.classifier, image, "grey")
+
+
+def test_surrogates_come_from_the_cache_the_second_time(explainer: Explainer, tmp_path: Path) -> None:
+    images = WORLD.sample(40, seed=1).images
+    recipes = {"guide": GUIDE.changed(steps=2), "evaluator": EVALUATOR.changed(steps=2)}
+    first = distil_pair(explainer.classifier, images, tmp_path, **recipes)
+    steps: list[int] = []
+    second = distil_pair(
+        explainer.classifier, images, tmp_path, **recipes, progress=lambda role, done, total: steps.append(done)
+    )
+    assert not steps
+    assert second.guide.weights_hash == first.guide.weights_hash
+
+
+def test_calibration_keeps_the_label_and_picks_the_best_trial(explainer: Explainer) -> None:
+    images = WORLD.sample(6, seed=9).images
+    found = calibrate(explainer, images, strengths=(0.9, 0.3), guidance=(0.0, 0.5), taus=(0.2,))
+    assert found.label_kept[0.3] >= found.label_kept[0.9]
+    assert len(found.trials) == 2
+    best = max(found.trials, key=lambda trial: trial.score)
+    assert (found.recipe.eta, found.recipe.tau) == (best.eta, best.tau)
+    assert found.trials[0].flip_rate == 0  # without guidance nothing flips
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_calibration_needs_some_images(explainer: Explainer) -> None:
+    with pytest.raises(InputError, match="at least 4"):
+        calibrate(explainer, torch.rand(2, 3, 64, 64))

@@ -1,0 +1,49 @@
+"""Which factor an edit moved: the ground truth that only a procedural world can give.
+
+Shapes: images [N, 3, H, W] in [0, 1], masks [N, 1, H, W].
+"""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from worlds.world import VISIBLE_CHANGE, World
+
+
+@dataclass(frozen=True)
+class EditShares:
+    """Shares of each edited area by factor, [N] each; they add up to one, or are NaN where nothing was edited."""
+
+    label: Tensor
+    confounder: Tensor
+    elsewhere: Tensor
+
+
+def edit_shares(world: World, factors: pd.DataFrame, x: Tensor, x_cf: Tensor, edit: Tensor) -> EditShares:
+    """Where the edit lies: in the label's region, in the confounder's, or elsewhere.
+
+    A factor's region is what turning it over would change. Pixels in both regions (long hair is hair of some colour;
+    every nucleus is stained by some hospital) go to the factor whose change the edit resembles more: the one on which
+    the pixel's colour change has the longer projection.
+    """
+    size = x.shape[-1]
+    by_label, by_confounder = (world.change(factors, factor, size) for factor in ("label", "confounder"))
+    in_label, in_confounder = (c.abs().amax(1, keepdim=True) > VISIBLE_CHANGE for c in (by_label, by_confounder))
+    moved = x_cf - x
+
+    def projection(change: Tensor) -> Tensor:
+        length = change.norm(dim=1, keepdim=True).clamp(min=1e-6)
+        return (moved * change).sum(1, keepdim=True) / length
+
+    like_label = projection(by_label) >= projection(by_confounder)
+    label = in_label & (~in_confounder | like_label)
+    confounder = in_confounder & ~label
+    weight = edit.float()
+    total = weight.sum((1, 2, 3))
+
+    def share(region: Tensor) -> Tensor:
+        return torch.where(total > 0, (weight * region).sum((1, 2, 3)) / total.clamp(min=1), torch.nan)
+
+    return EditShares(share(label), share(confounder), share(~in_label & ~in_confounder))
