@@ -49,7 +49,7 @@ steps, null conditioning).
 ## Prior
 
 A {kind}: {count["network"]:,} parameters over an autoencoder of {count["autoencoder"]:,}, {world.size} px to 4×16×16
-latents. Trained by this project on {TRAINING_IMAGES:,} unpoisoned pictures, without labels: autoencoder
+latents. Trained by this project on {TRAINING_IMAGES[world.name]:,} unpoisoned pictures, without labels: autoencoder
 {AUTOENCODER_STEPS[world.name]:,} steps, network {NETWORK_STEPS[world.name]:,} steps.
 Weights are stored in half precision.
 

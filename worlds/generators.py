@@ -24,16 +24,16 @@ LATENT_SIZE = 16
 LATENT_NOISE = 0.05
 NULL_TOKENS = 1
 PROMPT_WIDTH = 32
-TRAINING_IMAGES = 40_000
-AUTOENCODER_STEPS = {"portraits": 3_500, "histology": 3_500}
-NETWORK_STEPS = {"portraits": 5_500, "histology": 6_500}
+TRAINING_IMAGES = {"portraits": 40_000, "histology": 20_000}
+AUTOENCODER_STEPS = {"portraits": 3_500, "histology": 2_500}
+NETWORK_STEPS = {"portraits": 5_500, "histology": 4_000}
 
 
 def training_images(world: World) -> Tensor:
     """Unpoisoned pictures as bytes, [N, 3, H, W]."""
     step = 2_000
-    parts = [world.sample(step, seed).images.mul(255).round().byte() for seed in range(TRAINING_IMAGES // step)]
-    return torch.cat(parts)
+    seeds = range(TRAINING_IMAGES[world.name] // step)
+    return torch.cat([world.sample(step, seed).images.mul(255).round().byte() for seed in seeds])
 
 
 def autoencoder() -> AutoencoderTiny:

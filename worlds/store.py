@@ -53,7 +53,7 @@ def write_prior(world: World, parts: dict[str, Any], scheduler: Any, weights: Pa
     for name, network in {**parts, "scheduler": scheduler}.items():
         index[name] = ["diffusers", type(network).__name__]
         if isinstance(network, torch.nn.Module):
-            network = network.to(torch.float16)
+            torch.nn.Module.to(network, torch.float16)  # diffusers' own `to` warns that it knows nothing to exempt
         network.save_pretrained(partial / name)
     (partial / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
     _finish(partial)
