@@ -26,7 +26,7 @@ NULL_TOKENS = 1
 PROMPT_WIDTH = 32
 TRAINING_IMAGES = {"portraits": 40_000, "histology": 20_000}
 AUTOENCODER_STEPS = {"portraits": 3_500, "histology": 2_500}
-NETWORK_STEPS = {"portraits": 5_500, "histology": 4_000}
+NETWORK_STEPS = {"portraits": 5_500, "histology": 3_000}
 
 
 def training_images(world: World) -> Tensor:
