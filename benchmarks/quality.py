@@ -32,6 +32,7 @@ from engine.loop import CounterfactualSet
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.sampling import reconstruct
+from service.progress import distilling
 from worlds import WORLDS, World
 from worlds.measure import features
 from worlds.store import open_classifier, open_prior, open_recipe
@@ -78,8 +79,8 @@ def make(world: World, role: str, n: int, cache: Path, recipe: Recipe) -> Run:
     """Distils the surrogates of one classifier and makes its counterfactuals."""
     prior, classifier = open_prior(world), open_classifier(world, role)
     pictures = world.sample(DISTIL_IMAGES, DISTIL_SEED).images
-    with tqdm(desc=f"{world.name} {role}: distilling", unit="step", leave=False) as bar:
-        surrogates = distil_pair(classifier, pictures, cache, progress=lambda role, done, total: bar.update(1))
+    with distilling() as report:
+        surrogates = distil_pair(classifier, pictures, cache, progress=report)
     explainer = Explainer(prior, classifier, surrogates, recipe)
     data = world.sample(n, TEST_SEED)
     targets = (1 - classifier.probabilities(data.images).argmax(1)).tolist()

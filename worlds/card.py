@@ -7,14 +7,14 @@ from audit.pictures import save_png, sheet
 from engine.sampling import generate, reconstruct
 from worlds.classifiers import RECIPES
 from worlds.generators import AUTOENCODER_STEPS, NETWORK_STEPS, TRAINING_IMAGES
-from worlds.measure import N_SAMPLES, TEST_SEED, measure
+from worlds.measure import TEST_SEED, Measurement
 from worlds.store import WEIGHTS, open_prior
 from worlds.world import World
 
 COLUMNS = 12
 
 
-def overview(world: World, originals: torch.Tensor, rebuilt: torch.Tensor, samples: torch.Tensor) -> Image.Image:
+def overview(originals: torch.Tensor, rebuilt: torch.Tensor, samples: torch.Tensor) -> Image.Image:
     """Two rows each of pictures of the world, their reconstructions, and samples of the prior."""
     rows = []
     for block in (originals, rebuilt, samples):
@@ -22,13 +22,12 @@ def overview(world: World, originals: torch.Tensor, rebuilt: torch.Tensor, sampl
     return sheet(rows)
 
 
-def write_card(world: World) -> None:
-    """Measures a world's models and writes README.md and overview.png beside them."""
+def write_card(world: World, found: Measurement) -> None:
+    """Writes README.md with the measured figures, and overview.png, beside a world's models."""
     prior = open_prior(world)
-    samples = generate(prior, N_SAMPLES, world.size, seed=TEST_SEED)
     originals = world.sample(2 * COLUMNS, TEST_SEED).images
-    save_png(overview(world, originals, reconstruct(prior, originals), samples), WEIGHTS / world.name / "overview.png")
-    found = measure(world, samples)
+    samples = generate(prior, 2 * COLUMNS, world.size, seed=TEST_SEED)
+    save_png(overview(originals, reconstruct(prior, originals), samples), WEIGHTS / world.name / "overview.png")
     count = {name: sum(p.numel() for p in part.parameters()) for name, part in prior.named_children()}
     kind = "rectified flow (SD3-type transformer)" if prior.is_flow else "diffusion (ε-prediction UNet, DDIM)"
     figures = "\n".join(f"| {key} | {value} |" for key, value in found.as_dict().items())
@@ -63,7 +62,7 @@ ResNet-18-type networks (widths 16, 32, 64, 96). ρ is the probability that labe
 
 ## Figures
 
-Measured by `python -m worlds.train` at its end; `python -m worlds.report` measures them again.
+Measured by `python -m worlds.report --cards`, which also wrote this page.
 
 | figure | value |
 |---|---|

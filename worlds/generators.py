@@ -5,6 +5,7 @@ DDIM). Both work on 4×16×16 latents of a small autoencoder, are unconditional,
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -101,7 +102,7 @@ def train_autoencoder(world: World, images: Tensor, checkpoint: Path, seed: int 
     """Mean squared error through a slightly noisy latent of unit scale, so that the decoder is smooth around codes."""
     torch.manual_seed(seed)
 
-    def loss(model: nn.Module, step: int) -> Tensor:
+    def loss(model: Any, step: int) -> Tensor:
         g = generator(seed, step)
         x = images[torch.randint(len(images), (8,), generator=g)].float() / 127.5 - 1
         x = x.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Prints every promised figure of the embedded worlds, measured now: `python -m worlds.report [--json FILE]`."""
+"""Prints every promised figure of the embedded worlds, measured now: `python -m worlds.report [--json FILE] [--cards]`."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.errors import PfungstError
 from worlds import WORLDS
+from worlds.card import write_card
 from worlds.measure import Measurement, measure
 from worlds.store import weights_megabytes
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures both worlds; the exit code is 1 if a promise is missed and 2 if a model cannot be opened."""
     parser = argparse.ArgumentParser(prog="python -m worlds.report", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--cards", action="store_true", help="also write the model cards with these figures")
     arguments = parser.parse_args(argv)
     try:
         found = {name: measure(world) for name, world in WORLDS.items()}
@@ -61,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         partial = arguments.json.with_name(arguments.json.name + ".partial")
         partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(arguments.json)
+    if arguments.cards:
+        for name, figures in found.items():
+            write_card(WORLDS[name], figures)
     whole = all(kept(getattr(m, key), bound) for m in found.values() for key, bound in PROMISES.items())
     return 0 if whole and megabytes <= WEIGHTS_LIMIT_MB else 1
 

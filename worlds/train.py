@@ -23,6 +23,7 @@ from worlds.generators import (
     train_flow,
     training_images,
 )
+from worlds.measure import measure
 from worlds.store import CHECKPOINTS, ROLES, WEIGHTS, write_classifier, write_prior
 from worlds.world import World
 
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         whole = all((WEIGHTS / name / part).is_dir() for part in ("prior", *ROLES))
         if whole and arguments.what in (name, "classifiers", "all"):
             print(f"{name}: measuring for the model card", file=sys.stderr)
-            write_card(world)
+            write_card(world, measure(world))
     return 0
 
 

@@ -69,8 +69,8 @@ def fit(
 def _follow(average: nn.Module, model: nn.Module, decay: float) -> None:
     for kept, new in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(new, 1 - decay)
-    for kept, new in zip(average.buffers(), model.buffers(), strict=True):
-        kept.copy_(new)
+    for statistic, newer in zip(average.buffers(), model.buffers(), strict=True):
+        statistic.copy_(newer)
 
 
 def _save(path: Path, step: int, model: nn.Module, average: nn.Module, optimiser: torch.optim.AdamW) -> None:

@@ -99,12 +99,11 @@ class World(ABC):
         """Pictures in which label and confounder agree with probability `rho`."""
         return self.render(self.factors(n, seed, rho), size)
 
-    def intervene(self, factors: pd.DataFrame, **columns: object) -> pd.DataFrame:
-        """The same table with columns set to other values; `flip=NAME` turns a 0/1 column over."""
+    def intervene(self, factors: pd.DataFrame, flip: str | None = None, **columns: float) -> pd.DataFrame:
+        """The same table with columns set to other values; `flip` turns a 0/1 column over."""
         changed = factors.copy()
-        flip = columns.pop("flip", None)
         if flip is not None:
-            changed[str(flip)] = 1 - changed[str(flip)]
+            changed[flip] = 1 - changed[flip]
         for name, value in columns.items():
             if name not in changed:
                 raise KeyError(f"{self.name} has no factor {name!r}; it has {', '.join(changed.columns)}")
