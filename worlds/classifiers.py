@@ -41,9 +41,9 @@ RECIPES: dict[str, dict[str, ClassifierRecipe]] = {
         "oracle": ClassifierRecipe(rho=0.5, images=12_000, steps=600, seed=23, jitter=False),
     },
     "histology": {
-        "student": ClassifierRecipe(rho=0.99, images=8_000, steps=400, seed=31, jitter=False),
-        "twin": ClassifierRecipe(rho=0.5, images=8_000, steps=600, seed=31, jitter=False),
-        "oracle": ClassifierRecipe(rho=0.5, images=12_000, steps=900, seed=33, jitter=False),
+        "student": ClassifierRecipe(rho=0.99, images=6_000, steps=300, seed=31, jitter=False),
+        "twin": ClassifierRecipe(rho=0.5, images=6_000, steps=400, seed=31, jitter=False),
+        "oracle": ClassifierRecipe(rho=0.5, images=8_000, steps=600, seed=33, jitter=False),
     },
 }
 """Roles of each world; student and twin differ in rho, and in steps because balanced data takes longer to fit."""

@@ -1,4 +1,7 @@
-"""Prints every promised figure of the embedded worlds, measured now: `python -m worlds.report [--json FILE] [--cards]`."""
+"""Prints every promised figure of the embedded worlds, measured now.
+
+`python -m worlds.report [--json FILE] [--cards]`
+"""
 
 import argparse
 import json
