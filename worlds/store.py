@@ -42,7 +42,7 @@ def open_classifier(world: World, role: str, weights: Path = WEIGHTS) -> Hugging
 
 
 def open_recipe(world: World) -> Recipe:
-    """The counterfactual settings that were calibrated for a world's prior and student."""
+    """The counterfactual settings to start from with a world's prior."""
     return Recipe.load(RECIPES / f"{world.name}.json")
 
 
