@@ -3,6 +3,7 @@
 worlds/weights/<world>/prior/                   a diffusers folder (half precision on disk, float32 in use)
 worlds/weights/<world>/{student,twin,oracle}/   Hugging Face image-classification folders
 worlds/weights/<world>/checksums.json           SHA-256 of every file above
+worlds/recipes/<world>.json                     counterfactual settings to start from
 """
 
 import hashlib

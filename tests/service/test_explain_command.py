@@ -1,0 +1,59 @@
+"""`pfungst explain` and `pfungst calibrate` as a user runs them: outcome on stdout, one sentence for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from audit.pictures import save_png, to_pil
+from service.cli import main
+from worlds import WORLDS
+from worlds.store import WEIGHTS
+
+STUDENT = str(WEIGHTS / "portraits" / "student")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    """A portrait as a PNG file."""
+    save_png(to_pil(WORLDS["portraits"].sample(1, seed=6).images[0]), tmp_path / "portrait.png")
+    return str(tmp_path / "portrait.png")
+
+
+@pytest.mark.slow
+def test_a_portrait_is_explained(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    arguments = ["explain", "--classifier", STUDENT, "--image", image, "--k", "1", "--cache", str(cache)]
+    assert main([*arguments, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "counterfactual 1:" in said
+    assert str(out / "explanation.png") in said
+    assert json.loads((out / "explanation.json").read_text())["recipe"]["k"] == 1
+
+
+def _mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_mistakes_get_one_sentence_and_leave_nothing_behind(
+    image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    common = ["--out", str(out), "--cache", str(tmp_path / "cache")]
+    text = tmp_path / "text.png"
+    text.write_text("hello")
+    explain = ["explain", "--classifier", STUDENT, *common]
+    assert "lacks config.json" in _mistake(capsys, "explain", "--classifier", str(tmp_path), "--image", image, *common)
+    assert "not an image" in _mistake(capsys, *explain, "--image", str(text))
+    assert "not a file" in _mistake(capsys, *explain, "--image", str(tmp_path / "nothing.png"))
+    assert "knows: dark, blond" in _mistake(capsys, *explain, "--image", image, "--target", "grey")
+    assert "no folder" in _mistake(capsys, *explain, "--image", image, "--prior", "sepia")
+    assert "'k'" in _mistake(capsys, *explain, "--image", image, "--k", "0")
+    assert not out.exists()
+
+
+def test_calibration_asks_for_a_prior(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs --prior" in _mistake(capsys, "calibrate", "--classifier", STUDENT)
