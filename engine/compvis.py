@@ -11,8 +11,8 @@ The build of each network is read off the shapes; only the number of attention h
 
 import json
 import pathlib
-import pickle
 import re
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def read_checkpoint(file: str | pathlib.Path) -> State:
         raise WeightsError(f"The checkpoint {file} is missing.")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+    except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise WeightsError(
             f"The checkpoint {file} cannot be read as plain tensors ({str(error)[:120]}). It is damaged, or holds "
             "Python objects: save its 'state_dict' alone."
