@@ -21,6 +21,7 @@ def image(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # distils two surrogates
 def test_a_portrait_is_explained(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     arguments = ["explain", "--classifier", STUDENT, "--image", image, "--k", "1", "--cache", str(cache)]
