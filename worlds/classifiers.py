@@ -1,9 +1,10 @@
 """The classifiers of each world: a poisoned student, its clean twin and an oracle.
 
-All are ResNet-18-type networks saved as ordinary Hugging Face folders. Student and twin share architecture, recipe and
-augmentation; they differ in the data alone. In portraits the augmentation (colour jitter, white balance, partial
-occlusion) makes hair colour harder to read than beard and hair length, so a student that sees both agree takes the
-shortcut. In histology the stain is by itself the easier cue. The oracle sees balanced data without augmentation.
+All are ResNet-18-type networks saved as ordinary Hugging Face folders. Student and twin share architecture, seed and
+augmentation; they differ in the data, and in the steps that fitting it takes. In portraits the augmentation (colour
+jitter, white balance, partial occlusion) makes hair colour harder to read than beard and hair length, so a student that
+sees both agree takes the shortcut. In histology the stain is by itself the easier cue. The oracle sees balanced data
+without augmentation.
 """
 
 from dataclasses import dataclass
