@@ -119,7 +119,7 @@ def train_classifier(world: World, recipe: ClassifierRecipe, checkpoint: Path, t
     return fit(
         network(world),
         loss,
-        steps=recipe.steps,
+        cycles=(recipe.steps,),
         peak_rate=recipe.peak_rate,
         checkpoint=checkpoint,
         title=title,

@@ -24,8 +24,12 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up, then a cosine to zero."""
+def learning_rate(step: int, cycles: tuple[int, ...], peak: float, warmup: int = 100) -> float:
+    """Per cycle a linear warm-up, then a cosine to zero; each cycle peaks at half the height of the one before."""
+    for index, steps in enumerate(cycles):
+        if step < steps or index == len(cycles) - 1:
+            break
+        step, peak = step - steps, peak / 2
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -35,13 +39,17 @@ def fit(
     model: nn.Module,
     loss: Callable[[nn.Module, int], Tensor],
     *,
-    steps: int,
+    cycles: tuple[int, ...],
     peak_rate: float,
     checkpoint: Path,
     title: str,
     weight_decay: float = 1e-4,
 ) -> nn.Module:
-    """Trains `model` with AdamW on `loss(model, step)` and returns its exponential moving average, in eval mode."""
+    """Trains `model` with AdamW on `loss(model, step)` and returns its exponential moving average, in eval mode.
+
+    `cycles` are the lengths of the learning rate's cycles; training takes as many steps as they have together.
+    """
+    steps = sum(cycles)
     average = copy.deepcopy(model).eval().requires_grad_(False)
     optimiser = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.99), weight_decay=weight_decay)
     start = _resume(checkpoint, model, average, optimiser)
@@ -50,7 +58,7 @@ def fit(
     running = 0.0
     for step in bar:
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, steps, peak_rate)
+            group["lr"] = learning_rate(step, cycles, peak_rate)
         value = loss(model, step)
         optimiser.zero_grad(set_to_none=True)
         value.backward()

@@ -20,7 +20,7 @@ def _fit(folder: Path, loss=_loss, steps: int = 250) -> nn.Module:  # type: igno
     return fit(
         nn.Linear(3, 1),
         loss,
-        steps=steps,
+        cycles=(steps,),
         peak_rate=0.05,
         checkpoint=folder / "c.safetensors",
         title="line",
@@ -59,7 +59,14 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_the_rate_warms_up_and_ends_at_zero() -> None:
-    assert learning_rate(0, 1000, 1.0) == pytest.approx(0.01)
-    assert learning_rate(99, 1000, 1.0) == pytest.approx(1.0)
-    assert learning_rate(550, 1000, 1.0) == pytest.approx(0.5)
-    assert learning_rate(1000, 1000, 1.0) == pytest.approx(0.0)
+    assert learning_rate(0, (1000,), 1.0) == pytest.approx(0.01)
+    assert learning_rate(99, (1000,), 1.0) == pytest.approx(1.0)
+    assert learning_rate(550, (1000,), 1.0) == pytest.approx(0.5)
+    assert learning_rate(1000, (1000,), 1.0) == pytest.approx(0.0)
+
+
+def test_a_second_cycle_warms_up_again_to_half_the_height() -> None:
+    assert learning_rate(1000, (1000, 600), 1.0) == pytest.approx(0.005)
+    assert learning_rate(1099, (1000, 600), 1.0) == pytest.approx(0.5)
+    assert learning_rate(1350, (1000, 600), 1.0) == pytest.approx(0.25)
+    assert learning_rate(1600, (1000, 600), 1.0) == pytest.approx(0.0)
