@@ -8,7 +8,7 @@ Shapes: images [N, 3, H, W] in [0, 1].
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,16 +92,18 @@ def _labels_kept(
 ) -> dict[float, float]:
     """By strength, the share of images that the classifier calls the same after an unguided walk."""
     before = explainer.classifier.probabilities(images).argmax(1)
+    plan = explainer.plan(images)
+    limits = {} if plan is None else {"batch": plan.micro_batch}
     shares = {}
     for strength in strengths:
-        after = image_to_image(explainer.prior, images, recipe.steps, strength, recipe.seed)
+        after = image_to_image(explainer.prior, images, recipe.steps, strength, recipe.seed, **limits)
         same = explainer.classifier.probabilities(after).argmax(1) == before
         shares[strength] = float(same.float().mean())
     return shares
 
 
 def _try(explainer: Explainer, images: Tensor, recipe: Recipe) -> Trial:
-    tried = Explainer(explainer.prior, explainer.classifier, explainer.surrogates, recipe)
+    tried = replace(explainer, recipe=recipe)
     probabilities = explainer.classifier.probabilities(images)
     targets = probabilities.scatter(1, probabilities.argmax(1, keepdim=True), -1.0).argmax(1).tolist()
     sets = tried(images, targets, seeds=list(range(len(images))))

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.classifier import HuggingFaceClassifier
+from audit.classifier import Classifier
 from audit.metrics import edited_area
 from audit.pictures import heat_map, save_png, sheet, to_pil
 from engine.errors import TargetError
 from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactuals
+from engine.memory import Plan, plan_memory
 from engine.prior import Prior
 from engine.recipe import Recipe
-from engine.surrogate import EVALUATOR, GUIDE, Surrogate, SurrogatePair, SurrogateRecipe, distil_cached
+from engine.surrogate import EVALUATOR, GUIDE, Surrogate, SurrogatePair, SurrogateRecipe
+from engine.surrogate_cache import distil_cached
 
 FORMAT = 1
 
@@ -30,9 +32,19 @@ class Explainer:
     """Everything that counterfactuals of one classifier need."""
 
     prior: Prior
-    classifier: HuggingFaceClassifier
+    classifier: Classifier
     surrogates: SurrogatePair
     recipe: Recipe
+    max_memory: int | None = None
+    """Bytes that a run may need at its peak; see engine.memory."""
+
+    def plan(self, images: Tensor) -> Plan | None:
+        """How images [N, 3, H, W] are worked on inside `max_memory`; None where no budget is stated."""
+        if self.max_memory is None:
+            return None
+        size = (images.shape[2], images.shape[3])
+        guide = self.surrogates.guide
+        return plan_memory(self.prior, self.recipe, size, len(images), self.max_memory, f=self.classifier, f_hat=guide)
 
     def __call__(
         self,
@@ -40,21 +52,28 @@ class Explainer:
         targets: list[int],
         seeds: list[int] | None = None,
         *,
+        plan: Plan | None = None,
         progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
     ) -> list[CounterfactualSet]:
-        """Counterfactual sets of images [N, 3, H, W], one batch."""
-        return counterfactuals(
-            self.prior,
-            self.classifier,
-            self.surrogates.guide,
-            images,
-            targets,
-            self.recipe,
-            seeds,
-            progress=progress,
-            cancel=cancel,
-        )
+        """Counterfactual sets of images [N, 3, H, W]: one batch, or as many as the plan says (default: its own)."""
+        plan = plan or self.plan(images)
+        recipe = self.recipe if plan is None else plan.apply(self.recipe)
+        size = len(images) if plan is None else plan.batch
+        sets: list[CounterfactualSet] = []
+        for rows in (slice(start, start + size) for start in range(0, len(images), size)):
+            sets += counterfactuals(
+                self.prior,
+                self.classifier,
+                self.surrogates.guide,
+                images[rows],
+                targets[rows],
+                recipe,
+                None if seeds is None else seeds[rows],
+                progress=progress,
+                cancel=cancel,
+            )
+        return sets
 
     def evaluator_flipped(self, found: CounterfactualSet) -> list[bool]:
         """Whether the evaluator, which had no part in the search, also gives the target."""
@@ -62,7 +81,7 @@ class Explainer:
 
 
 def distil_pair(
-    classifier: HuggingFaceClassifier,
+    classifier: Classifier,
     images: Tensor,
     cache: Path,
     *,
@@ -85,7 +104,7 @@ def distil_pair(
     return SurrogatePair(one(guide), one(evaluator))
 
 
-def choose_target(classifier: HuggingFaceClassifier, image: Tensor, name: str | None) -> int:
+def choose_target(classifier: Classifier, image: Tensor, name: str | None) -> int:
     """The index of the named class, or the most probable class besides the predicted one."""
     probabilities = classifier.probabilities(image[None])[0]
     predicted = int(probabilities.argmax())
@@ -101,7 +120,7 @@ def choose_target(classifier: HuggingFaceClassifier, image: Tensor, name: str | 
     return target
 
 
-def summary(explainer: Explainer, found: CounterfactualSet) -> dict[str, Any]:
+def summary(explainer: Explainer, found: CounterfactualSet, plan: Plan | None = None) -> dict[str, Any]:
     """One counterfactual set as JSON: what was asked, what came out, what it cost, and how to make it again."""
     labels = explainer.classifier.labels
     second = explainer.evaluator_flipped(found)
@@ -129,13 +148,14 @@ def summary(explainer: Explainer, found: CounterfactualSet) -> dict[str, Any]:
                 ("evaluator", explainer.surrogates.evaluator),
             )
         },
+        "plan": None if plan is None else plan.as_dict(),
         "seed": found.seed,
         "recipe": found.recipe.model_dump(mode="json"),
         "hashes": {**found.hashes, "evaluator": explainer.surrogates.evaluator.weights_hash},
     }
 
 
-def write_explanation(explainer: Explainer, found: CounterfactualSet, out: Path) -> Path:
+def write_explanation(explainer: Explainer, found: CounterfactualSet, out: Path, plan: Plan | None = None) -> Path:
     """Writes the pictures and explanation.json into `out` and returns the path of the overview picture.
 
     All files are made in a folder beside it first; explanation.json is moved last, so where it stands all stands.
@@ -151,7 +171,7 @@ def write_explanation(explainer: Explainer, found: CounterfactualSet, out: Path)
             save_png(to_pil(found.soft_masks[k].expand(3, -1, -1)), folder / f"mask-{k + 1}.png")
             columns += [image, heat_map(found.x0[None], image[None])[0]]
         save_png(sheet([torch.stack(columns)], zoom), folder / "explanation.png")
-        text = json.dumps(summary(explainer, found), indent=2, allow_nan=False)
+        text = json.dumps(summary(explainer, found, plan), indent=2, allow_nan=False)
         (folder / "explanation.json").write_text(text + "\n", encoding="utf-8")
         for file in sorted(folder.iterdir(), key=lambda f: f.name == "explanation.json"):
             file.replace(out / file.name)

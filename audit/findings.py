@@ -1,7 +1,7 @@
 """What was changed when the classifier flipped: named attributes, named regions, and groups of alike edits.
 
-Attributes and regions name what somebody thought of beforehand. Clusters need no name: edits that move the picture in the
-same way lie together, so that a shortcut nobody has a word for still shows as a row of like pictures.
+Attributes and regions name what somebody thought of beforehand. Clusters need no name: edits that move the picture in
+the same way lie together, so that a shortcut nobody has a word for still shows as a row of like pictures.
 
 Shapes: N counterfactuals, images [N, 3, H, W], edits [N, 1, H, W] of bool.
 """
@@ -16,7 +16,7 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.surrogate import Rate
+from engine.rate import Rate
 
 MOVED = 0.5
 """Half of a whole change of the attribute."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import InputError
-from engine.surrogate import Rate, query_probabilities
+from engine.rate import Rate
+from engine.surrogate import query_probabilities
 
 __all__ = [
     "Diversity",

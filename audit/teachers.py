@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import InputError
-from engine.surrogate import Rate
+from engine.rate import Rate
 
 SURE = 0.7
 MIN_PER_CLASS = 10

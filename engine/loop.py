@@ -34,6 +34,7 @@ from engine.guidance import (
 )
 from engine.masks import composite, exclusion, frozen, phase_one, psi, soft_edit, to_latent, to_pixels
 from engine.prior import Prior, content_hash
+from engine.prune import SHARES, part, ranks, relevance, smallest
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
@@ -186,7 +187,7 @@ def counterfactuals(
         found: list[_Best] = []
         for k in range(recipe.k):
             m_excl = exclusion(cumulative, edited, recipe.tau)
-            best = _escalate(runtime, f, originals, noises[:, k], m_excl, recipe, k, progress, cancel)
+            best = _escalate(runtime, f, guide, originals, noises[:, k], m_excl, recipe, k, progress, cancel)
             cumulative = cumulative + psi(x0, best.x_cf, recipe.blur)
             edited = torch.maximum(edited, (best.soft > 0).to(edited.dtype))
             found.append(best)
@@ -335,6 +336,7 @@ class _Best:
 def _escalate(
     runtime: Runtime,
     f: Model,
+    guide: Model,
     originals: Originals,
     eps: Tensor,
     m_excl: Tensor,
@@ -365,11 +367,17 @@ def _escalate(
         end = trajectory(runtime, some, eps[rows], m_excl[rows], recipe, factor=factor, margin=margin, watch=watch)
         x_cf, soft = finish(runtime, some, end, m_excl[rows], recipe)
         logits = query(f, x_cf)
-        scores = lead(logits, some.y)
         flipped = logits.argmax(dim=1) == some.y
+        queries = 1
+        if recipe.prune and bool(flipped.any()):
+            hit = flipped.nonzero()[:, 0]
+            x_cf[hit], soft[hit], logits[hit], asked = _prune(f, guide, some.pick(hit), x_cf[hit], soft[hit], recipe)
+            queries += asked
+        scores = lead(logits, some.y)
         seconds = (time.perf_counter() - start) / len(rows)
         spent = [
-            Cost(1, runtime.path.length, int(steps) + 1, int(steps), 1, seconds) for steps in end.guided_steps.tolist()
+            Cost(1, runtime.path.length, int(steps) + 1, int(steps), queries if hit_ else 1, seconds)
+            for steps, hit_ in zip(end.guided_steps.tolist(), flipped.tolist(), strict=True)
         ]
         if best is None:
             best = _Best(x_cf, soft, logits, flipped, [factor] * batch, spent)
@@ -386,6 +394,38 @@ def _escalate(
             break
     assert best is not None  # a recipe has at least one factor
     return best
+
+
+def _prune(
+    f: Model, guide: Model, originals: Originals, x_cf: Tensor, soft: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(x_cf, soft edit mask, logits of f, queries of f): flipped counterfactuals cut down to what the flip needs.
+
+    A part is enough if f and the guide both give the target with the recipe's margin. The guide has its say because f
+    alone could be satisfied with a few adversarial pixels.
+    """
+    x0, y = originals.x0, originals.y
+    margin = recipe.margin or 0.0
+    order = ranks(relevance(guide, x0, x_cf, y, recipe.blur), soft > 0)
+    shares = torch.tensor((*SHARES, 1.0), device=x0.device)
+    asked = 0
+
+    def cut(choice: Tensor) -> tuple[Tensor, Tensor]:
+        smaller = torch.where(
+            (choice < len(SHARES)).view(-1, 1, 1, 1), part(soft, order, shares[choice], recipe.feather), soft
+        )
+        weight = torch.where(soft > 0, smaller / soft.clamp_min(1e-6), 0.0).clamp(0.0, 1.0)
+        return composite(x0, x0 + weight * (x_cf - x0), (smaller > 0).to(x0.dtype)), smaller
+
+    def enough(choice: Tensor) -> Tensor:
+        nonlocal asked
+        asked += 1
+        x, _ = cut(choice)
+        return (lead(query(f, x), y) >= margin) & (lead(query(guide, x), y) >= margin)
+
+    choice = smallest(enough, len(SHARES), len(x0), x0.device)
+    x, smaller = cut(choice)
+    return x, smaller, query(f, x), asked + 1
 
 
 def query(f: Model, images: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import pathlib
-from typing import Annotated, Any, Literal, Self
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.errors import RecipeError
+from engine.settings import wrong_setting
 
 GradientName = Literal[
     "surrogate",
@@ -64,6 +66,7 @@ class Recipe(BaseModel):
     composite: Literal["decoded", "difference"] = Field(
         "decoded", description="blend D(z) into x0, or add D(z) - D(E(x0)) to x0"
     )
+    prune: bool = Field(False, description="give back what the flip does not need; the paper does not")
 
     # Tries and diversity.
     escalation: tuple[Positive, ...] = Field((1.0, 1.5, 2.25), min_length=1, max_length=16)
@@ -79,13 +82,14 @@ class Recipe(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise RecipeError(_sentence(error)) from None
+            raise RecipeError(wrong_setting(error, "recipe", Recipe)) from None
 
-    @model_validator(mode="after")
-    def _escalation_climbs(self) -> Self:
-        if any(late <= early for early, late in zip(self.escalation, self.escalation[1:], strict=False)):
+    @field_validator("escalation")
+    @classmethod
+    def _climbs(cls, escalation: tuple[float, ...]) -> tuple[float, ...]:
+        if any(late <= early for early, late in pairwise(escalation)):
             raise ValueError("should grow from try to try")
-        return self
+        return escalation
 
     @property
     def digest(self) -> str:
@@ -115,14 +119,3 @@ class Recipe(BaseModel):
         if not isinstance(settings, dict):
             raise RecipeError(f"The recipe {file} has to hold one JSON object.")
         return cls(**settings)
-
-
-def _sentence(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong in a recipe."""
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"]) or "escalation"
-    if first["type"] == "extra_forbidden":
-        return f"The recipe has no setting {name!r}; it knows {', '.join(Recipe.model_fields)}."
-    problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
-    given = f", but is {first['input']!r:.80}" if first["loc"] else ""
-    return f"The recipe's setting {name!r} {problem}{given}."

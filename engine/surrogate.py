@@ -11,15 +11,9 @@ Shapes: B batch, N images, H W the images' size, S the network's input size, Y c
 
 import copy
 import hashlib
-import json
-import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import NormalDist
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -27,13 +21,12 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.errors import Cancelled, ClassifierError, ImageError, InputError, RecipeError
+from engine.rate import Rate
+from engine.settings import wrong_setting
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork, check_images, resize
-
-log = logging.getLogger(__name__)
 
 Query = Callable[[Tensor], Any]
 """Images [B, 3, H, W] in [0, 1] to probabilities [B, Y], as a tensor or an array."""
@@ -47,7 +40,6 @@ REFERENCE_SIDE = 128
 FEWEST_IMAGES = 16
 FLOOR = 1e-7
 """Least probability that enters a logarithm."""
-CACHE_FORMAT = 1
 
 
 class Images(Protocol):
@@ -56,30 +48,6 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: slice, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share of n cases with its 95 % Wilson interval; NaN and [0, 1] where n is 0."""
-
-    value: float
-    n: int
-    lower: float
-    upper: float
-
-    @classmethod
-    def of(cls, successes: int, n: int, confidence: float = 0.95) -> "Rate":
-        """The rate successes / n."""
-        if not 0 <= successes <= n:
-            raise InputError(f"{successes} successes of {n} is no rate")
-        if n == 0:
-            return cls(math.nan, 0, 0.0, 1.0)
-        z = NormalDist().inv_cdf(0.5 + confidence / 2)
-        p = successes / n
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        # The bounds at 0 and n successes are exact; rounding must not push them past the value.
-        return cls(p, n, 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
 
 
 class SurrogateRecipe(BaseModel):
@@ -114,7 +82,7 @@ class SurrogateRecipe(BaseModel):
     noise: float = Field(default=0.1, ge=0)
     """Standard deviation of the Gaussian noise on training inputs."""
     extra_queries: int = Field(default=0, ge=0)
-    """Query budget beyond the images themselves: noisy and mixed images that f labels too."""
+    """Query budget beyond the images themselves: noisy, mixed and patched images that f labels too."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the images that is kept back to measure agreement."""
 
@@ -122,7 +90,7 @@ class SurrogateRecipe(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise RecipeError(_sentence(error)) from None
+            raise RecipeError(wrong_setting(error, "surrogate recipe", SurrogateRecipe)) from None
 
     def changed(self, **settings: Any) -> "SurrogateRecipe":
         """The same recipe with some settings replaced, validated again."""
@@ -133,25 +101,18 @@ class SurrogateRecipe(BaseModel):
         return self.adversarial_epsilon * math.sqrt(height * width) / REFERENCE_SIDE
 
 
-def _sentence(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong in a surrogate's recipe."""
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
-    return f"The surrogate recipe's setting {name!r}: {problem}, but it is {first['input']!r:.80}."
-
-
-GUIDE = SurrogateRecipe(role="guide", seed=1907, steps=250, adversarial_share=0.25)
+GUIDE = SurrogateRecipe(role="guide", seed=1907, steps=300, adversarial_share=0.25, extra_queries=3000)
 """The reference recipe, shortened, with a quarter of each batch attacked."""
 EVALUATOR = SurrogateRecipe(
     role="evaluator",
     seed=1874,
-    steps=250,
+    steps=400,
     network=NetworkConfig(widths=(24, 48, 64, 96), blocks=1),
     adversarial_epsilon=0.5,
     adversarial_share=0.25,
     noise=0.05,
     mixup_beta=4.0,
+    extra_queries=4000,
 )
 """Another network, seed and smoothing than the guide's: what fools one need not fool the other."""
 
@@ -353,7 +314,11 @@ def _split_sizes(n: int, recipe: SurrogateRecipe) -> tuple[int, int]:
 def _extra_points(
     images: Images, train: np.ndarray, recipe: SurrogateRecipe, batch: int, rng: np.random.Generator
 ) -> list[Tensor]:
-    """Points off the data for f to label: half noisy images, half mixtures, `extra_queries` in all."""
+    """Points off the data for f to label: noisy images, mixtures and patchworks in turn, `extra_queries` in all.
+
+    A patchwork shows one image inside a blob of another. Counterfactuals are edits of a part, and pictures alone never
+    tell what f says when some of its cues change and others stay.
+    """
 
     def gather(indices: np.ndarray) -> Tensor:
         return torch.cat([images[int(i) : int(i) + 1] for i in indices])
@@ -367,9 +332,21 @@ def _extra_points(
         # Uniform weights, not Beta(10, 10): f is asked along the whole way from one image to the other.
         weight = torch.from_numpy(rng.random((count, 1, 1, 1), dtype=np.float32)).to(x)
         mixed = weight * x + (1 - weight) * other
-        is_noisy = torch.arange(start, start + count).view(-1, 1, 1, 1) % 2 == 0
-        batches.append(torch.where(is_noisy.to(x.device), noisy.clamp(0, 1), mixed))
+        inside = _blobs(count, x.shape[2], x.shape[3], rng).to(x)
+        patched = inside * other + (1 - inside) * x
+        kind = torch.arange(start, start + count, device=x.device).view(-1, 1, 1, 1) % 3
+        batches.append(torch.where(kind == 0, noisy.clamp(0, 1), torch.where(kind == 1, mixed, patched)))
     return batches
+
+
+def _blobs(count: int, height: int, width: int, rng: np.random.Generator) -> Tensor:
+    """Soft random regions [count, 1, H, W] in [0, 1] that cover a fifth to four fifths of the picture."""
+    coarse = torch.from_numpy(rng.standard_normal((count, 1, 4, 4), dtype=np.float32))
+    field = F.interpolate(coarse, size=(height, width), mode="bicubic", align_corners=False)
+    share = torch.from_numpy(rng.uniform(0.2, 0.8, (count, 1, 1)).astype(np.float32))
+    ordered = field.flatten(2).sort(dim=2, descending=True).values
+    level = ordered.gather(2, (share * (ordered.shape[2] - 1)).long())[..., None]
+    return torch.sigmoid((field - level) * 12)
 
 
 def _train(
@@ -517,128 +494,13 @@ def _check_cancel(cancel: Cancel | None) -> None:
         raise Cancelled("distillation was cancelled")
 
 
-# Cache -----------------------------------------------------------------------------------------------------------
-
-
-def distil_cached(
-    query: Query,
-    images: Images,
-    recipe: SurrogateRecipe,
-    *,
-    classifier_hash: str,
-    folder: Path | str,
-    network: nn.Module | None = None,
-    query_batch: int = 64,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-    cancel: Cancel | None = None,
-) -> Surrogate:
-    """`distil`, or the stored result of the same classifier, images and recipe: then f is not asked at all.
-
-    A stored surrogate whose hashes do not fit is distilled again. Files appear under their name only when complete.
-    """
-    folder = Path(folder)
-    key = cache_key(classifier_hash, hash_images(images), recipe, network)
-    stored = _load(folder, key, recipe, network, device)
-    if stored is not None:
-        return stored
-    surrogate = distil(
-        query,
-        images,
-        recipe,
-        network=network,
-        query_batch=query_batch,
-        device=device,
-        progress=progress,
-        cancel=cancel,
-    )
-    _store(folder, key, surrogate)
-    return surrogate
-
-
-def cache_key(classifier_hash: str, data_hash: str, recipe: SurrogateRecipe, network: nn.Module | None = None) -> str:
-    """SHA-256 over everything a surrogate depends on."""
-    start = None if network is None else [str(network), hash_weights(network)]
-    return _hash_json([CACHE_FORMAT, classifier_hash, data_hash, recipe.model_dump(mode="json"), start])
-
-
-def hash_images(images: Images, batch: int = 64) -> str:
-    """SHA-256 over count, shape, type and values of images, however they are sliced."""
-    digest = hashlib.sha256(str(len(images)).encode())
-    for start in range(0, len(images), batch):
-        part = images[start : start + batch].detach().cpu().contiguous()
-        if start == 0:
-            digest.update(f"{tuple(part.shape[1:])} {part.dtype}".encode())
-        digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def hash_weights(network: nn.Module) -> str:
     """SHA-256 over a network's parameters and buffers as a safetensors file would hold them."""
-    return hashlib.sha256(_serialise(network)).hexdigest()
+    return hashlib.sha256(serialise(network)).hexdigest()
 
 
-def _serialise(network: nn.Module) -> bytes:
+def serialise(network: nn.Module) -> bytes:
+    """A network's parameters and buffers as the bytes of a safetensors file."""
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
     state = {name: value.detach().cpu().clone().contiguous() for name, value in network.state_dict().items()}
     return safetensors.torch.save(state)
-
-
-def _hash_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _store(folder: Path, key: str, surrogate: Surrogate) -> None:
-    """Writes KEY.safetensors, then KEY.json, which makes it count."""
-    folder.mkdir(parents=True, exist_ok=True)
-    card = {
-        "format": CACHE_FORMAT,
-        "key": key,
-        "recipe": surrogate.recipe.model_dump(mode="json"),
-        "n_classes": surrogate.n_classes,
-        "agreement": asdict(surrogate.agreement),
-        "queries": surrogate.queries,
-        "weights_hash": surrogate.weights_hash,
-    }
-    card["card_hash"] = _hash_json(card)
-    _write(folder / f"{key}.safetensors", _serialise(surrogate.network))
-    _write(folder / f"{key}.json", json.dumps(card, indent=1).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Puts a file in place whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _load(
-    folder: Path, key: str, recipe: SurrogateRecipe, network: nn.Module | None, device: torch.device | str
-) -> Surrogate | None:
-    """The stored surrogate, or None where there is none that can be trusted."""
-    try:
-        card = json.loads((folder / f"{key}.json").read_bytes())
-        payload = (folder / f"{key}.safetensors").read_bytes()
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        log.warning("stored surrogate %s is not readable; distilling it again", key[:12])
-        return None
-    try:
-        promised = card.pop("card_hash")
-        if _hash_json(card) != promised or hashlib.sha256(payload).hexdigest() != card["weights_hash"]:
-            raise ValueError("hash mismatch")
-        student = SurrogateNetwork(card["n_classes"], recipe.network) if network is None else copy.deepcopy(network)
-        student.load_state_dict(safetensors.torch.load(payload))
-        agreement = Agreement(**{**card["agreement"], "rate": Rate(**card["agreement"]["rate"])})
-        queries = card["queries"]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        log.warning("stored surrogate %s was altered (%s); distilling it again", key[:12], error)
-        return None
-    student.to(device).eval().requires_grad_(False)
-    return Surrogate(student, recipe, card["n_classes"], agreement, queries, card["weights_hash"])

@@ -27,7 +27,7 @@ NULL_TOKENS = 1
 PROMPT_WIDTH = 32
 TRAINING_IMAGES = {"portraits": 40_000, "histology": 20_000}
 AUTOENCODER_STEPS = {"portraits": 3_500, "histology": 2_500}
-NETWORK_CYCLES = {"portraits": (5_500, 5_500), "histology": (3_000, 3_200)}
+NETWORK_CYCLES = {"portraits": (5_500, 3_500), "histology": (3_000, 3_200)}
 MAXIMUM_WEIGHT = 100.0
 
 
@@ -168,8 +168,8 @@ def train_flow(world: World, latents: Tensor, checkpoint: Path, seed: int = 12) 
 def train_diffusion(world: World, latents: Tensor, checkpoint: Path, seed: int = 13) -> UNet2DModel:
     """Noise prediction at uniform times, from the second cycle on weighted by 1/ᾱ up to a maximum.
 
-    The weight makes it the error of the velocity. Unweighted, the high noise levels, where a picture's overall colour is
-    decided, hardly count, and samples came out with 1.5 times the spread of colour that the pictures have.
+    The weight makes it the error of the velocity. Unweighted, the high noise levels, where a picture's overall colour
+    is decided, hardly count, and samples came out with 1.5 times the spread of colour that the pictures have.
     """
     torch.manual_seed(seed)
     alphas = diffusion_scheduler().alphas_cumprod

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from audit.calibration import calibrate
     from audit.classifier import load_classifier
     from audit.explain import Explainer, distil_pair
+    from engine.memory import byte_count, plan_memory
     from service.progress import counting, distilling
     from service.sources import AUTO, N_PICTURES, open_source
 
@@ -33,14 +34,17 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("calibrate needs --prior: portraits, histology, a diffusers folder or a hub id.")
     if args.n < 4:
         raise InputError(f"--n is {args.n}; calibration needs at least 4 images.")
+    budget = None if args.max_memory is None else byte_count(args.max_memory)
     classifier = load_classifier(args.classifier)
     source = open_source(args.prior, recipe=args.recipe, revision=args.revision)
     pictures = source.pictures(args.data, N_PICTURES + args.n)
     if len(pictures) < 4 * args.n:
         raise InputError(f"{len(pictures)} images are too few: --n {args.n} needs at least {4 * args.n}.")
+    if budget is not None:
+        plan_memory(source.prior, source.recipe, (source.size, source.size), args.n, budget, f=classifier)
     with distilling() as report:
         surrogates = distil_pair(classifier, pictures[args.n :], args.cache, progress=report)
-    explainer = Explainer(source.prior, classifier, surrogates, source.recipe)
+    explainer = Explainer(source.prior, classifier, surrogates, source.recipe, budget)
     with counting("calibrating", "setting") as watch:
         found = calibrate(explainer, pictures[: args.n], progress=watch)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,11 @@ def add_prior_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="distilled surrogates (default: %(default)s)",
     )
+    parser.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        help="peak that making counterfactuals may reach, weights included, such as 4GiB or 800MB (default: no limit)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
     from audit.classifier import load_classifier
     from audit.explain import Explainer, choose_target, distil_pair, summary, write_explanation
     from audit.images import read_image, to_square
+    from engine.memory import byte_count, plan_memory
     from service.progress import distilling, guiding
     from service.sources import AUTO, closest_embedded, open_source
 
+    budget = None if args.max_memory is None else byte_count(args.max_memory)
     classifier = load_classifier(args.classifier)
     image = read_image(args.image)
     name = closest_embedded(image) if args.prior == AUTO else args.prior
@@ -57,12 +64,16 @@ def run(args: argparse.Namespace) -> int:
     recipe = source.recipe.changed(k=args.k, seed=args.seed)
     image = to_square(image, source.size)
     target = choose_target(classifier, image, args.target)
+    if budget is not None:
+        # A budget that is too small is said before minutes are spent on surrogates.
+        plan_memory(source.prior, recipe, (source.size, source.size), 1, budget, f=classifier)
     with distilling() as report:
         surrogates = distil_pair(classifier, source.pictures(args.data), args.cache, progress=report)
-    explainer = Explainer(source.prior, classifier, surrogates, recipe)
+    explainer = Explainer(source.prior, classifier, surrogates, recipe, budget)
+    plan = explainer.plan(image[None])
     with guiding() as watch:
-        found = explainer(image[None], [target], progress=watch)[0]
-    picture = write_explanation(explainer, found, args.out)
+        found = explainer(image[None], [target], plan=plan, progress=watch)[0]
+    picture = write_explanation(explainer, found, args.out, plan)
     for k, one in enumerate(summary(explainer, found)["counterfactuals"], start=1):
         outcome = "flipped" if one["flipped"] else "not flipped"
         second = "confirmed" if one["evaluator_flipped"] else "not confirmed"
@@ -70,5 +81,7 @@ def run(args: argparse.Namespace) -> int:
             f"counterfactual {k}: {outcome} to {classifier.labels[target]} ({one['target_probability']:.2f}), "
             f"{second} by the evaluator, {one['edited_area']:.0%} of the picture edited"
         )
+    if plan is not None:
+        print(f"memory: {plan}")
     print(f"Open {picture.resolve()}")
     return ExitCode.PASS

@@ -1,6 +1,7 @@
 """Explaining one image with the embedded portraits models: files, JSON, targets, and settings found by calibration."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from PIL import Image
 from audit.calibration import calibrate
 from audit.explain import Explainer, choose_target, distil_pair, write_explanation
 from audit.images import read_image
-from engine.errors import InputError, TargetError
+from engine.errors import InputError, RecipeError, TargetError
+from engine.memory import footprint
 from engine.surrogate import EVALUATOR, GUIDE
 from worlds import WORLDS
 from worlds.store import open_classifier, open_prior, open_recipe
@@ -46,10 +48,31 @@ def test_files_and_json_tell_one_story(explainer: Explainer, tmp_path: Path) -> 
     told = json.loads((tmp_path / "out" / "explanation.json").read_text())
     assert (told["source"], told["target"]) == (WORLD.labels[1 - target], WORLD.labels[target])
     assert len(told["counterfactuals"]) == 2
+    assert told["plan"] is None
     assert set(told["hashes"]) == {"prior", "classifier", "guide", "evaluator", "recipe", "image"}
     original = read_image(tmp_path / "out" / "original.png")
     changed = [(read_image(tmp_path / "out" / f"counterfactual-{k}.png") - original).abs().amax(0) > 0 for k in (1, 2)]
     assert not (changed[0] & changed[1]).any()
+
+
+def test_a_stated_budget_is_planned_kept_and_told(explainer: Explainer, tmp_path: Path) -> None:
+    images = WORLD.sample(3, seed=5).images
+    targets = [choose_target(explainer.classifier, image, None) for image in images]
+    models = {"f": explainer.classifier, "f_hat": explainer.surrogates.guide}
+    need = footprint(explainer.prior, explainer.recipe, (64, 64), **models)
+    careful = replace(explainer, max_memory=need.peak(1, 1, True))
+    plan = careful.plan(images)
+    assert plan is not None and (plan.batch, plan.micro_batch, plan.checkpoint) == (1, 1, True)
+    assert explainer.plan(images) is None
+    free, planned = explainer(images, targets, [7, 8, 9]), careful(images, targets, [7, 8, 9])
+    assert [found.seed for found in planned] == [7, 8, 9]
+    for one, other in zip(free, planned, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, atol=0.05, rtol=0.05)
+        assert other.recipe.checkpoint and other.recipe.micro_batch == 1
+    write_explanation(careful, planned[0], tmp_path, plan)
+    told = json.loads((tmp_path / "explanation.json").read_text())["plan"]
+    assert told["peak"] <= told["budget"] == careful.max_memory
+    assert (told["batch"], told["micro_batch"], told["checkpoint"]) == (1, 1, True)
 
 
 def test_the_target_is_a_known_other_class(explainer: Explainer) -> None:
@@ -82,6 +105,9 @@ def test_calibration_keeps_the_label_and_picks_the_best_trial(explainer: Explain
     assert (found.recipe.eta, found.recipe.tau) == (best.eta, best.tau)
     assert found.trials[0].flip_rate == 0  # without guidance nothing flips
     json.dumps(found.as_dict(), allow_nan=False)
+    assert found.recipe.micro_batch is None
+    with pytest.raises(RecipeError, match="needs at least"):
+        calibrate(replace(explainer, max_memory=1), images)
 
 
 def test_calibration_needs_some_images(explainer: Explainer) -> None:

@@ -25,11 +25,13 @@ def image(tmp_path: Path) -> str:
 def test_a_portrait_is_explained(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     arguments = ["explain", "--classifier", STUDENT, "--image", image, "--k", "1", "--cache", str(cache)]
-    assert main([*arguments, "--out", str(out)]) == 0
+    assert main([*arguments, "--out", str(out), "--max-memory", "4GiB"]) == 0
     said = capsys.readouterr().out
     assert "counterfactual 1:" in said
     assert str(out / "explanation.png") in said
-    assert json.loads((out / "explanation.json").read_text())["recipe"]["k"] == 1
+    told = json.loads((out / "explanation.json").read_text())
+    assert told["recipe"]["k"] == 1
+    assert told["plan"]["peak"] <= told["plan"]["budget"] == 4 * 1024**3
 
 
 def _mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -53,8 +55,15 @@ def test_mistakes_get_one_sentence_and_leave_nothing_behind(
     assert "knows: dark, blond" in _mistake(capsys, *explain, "--image", image, "--target", "grey")
     assert "no folder" in _mistake(capsys, *explain, "--image", image, "--prior", "sepia")
     assert "'k'" in _mistake(capsys, *explain, "--image", image, "--k", "0")
+    assert "like 4GiB" in _mistake(capsys, *explain, "--image", image, "--max-memory", "plenty")
+    assert "needs at least" in _mistake(capsys, *explain, "--image", image, "--max-memory", "1MB")
     assert not out.exists()
 
 
 def test_calibration_asks_for_a_prior(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs --prior" in _mistake(capsys, "calibrate", "--classifier", STUDENT)
+
+
+def test_calibration_takes_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["calibrate", "--classifier", STUDENT, "--prior", "portraits", "--max-memory"]
+    assert "like 4GiB" in _mistake(capsys, *arguments, "plenty")
