@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from audit.classifier import Classifier
+from audit.dataset import Dataset
 from audit.metrics import edited_area
 from audit.pictures import heat_map, save_png, sheet, to_pil
 from engine.errors import TargetError
@@ -21,10 +23,12 @@ from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactual
 from engine.memory import Plan, plan_memory
 from engine.prior import Prior
 from engine.recipe import Recipe
+from engine.sampling import generate
 from engine.surrogate import EVALUATOR, GUIDE, Surrogate, SurrogatePair, SurrogateRecipe
 from engine.surrogate_cache import distil_cached
 
 FORMAT = 1
+FEW_PICTURES = 1_000
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,14 @@ def distil_pair(
         )
 
     return SurrogatePair(one(guide), one(evaluator))
+
+
+def distillation_pictures(dataset: Dataset, prior: Prior, n: int, seed: int = 0) -> Tensor:
+    """Up to n pictures of a data set in random order; where there are few, samples of the prior are added."""
+    found = [x for _, x in islice(dataset.readable(dataset.order(seed)), n)]
+    if len(found) < min(n, FEW_PICTURES):
+        found += generate(prior, min(n, FEW_PICTURES) - len(found), dataset.size, seed)
+    return torch.stack(found)
 
 
 def choose_target(classifier: Classifier, image: Tensor, name: str | None) -> int:

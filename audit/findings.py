@@ -86,8 +86,9 @@ def signatures(x: Tensor, x_cf: Tensor) -> np.ndarray:
 def cluster(points: np.ndarray, seed: int = 0) -> np.ndarray:
     """[N] the cluster of each edit: k-means with the k of the best silhouette, one cluster if none is convincing."""
     n = len(points)
+    distinct = len(np.unique(points.round(9), axis=0))
     best, best_score = np.zeros(n, dtype=int), 0.15
-    for k in range(2, min(MAX_CLUSTERS, n // MIN_CLUSTER) + 1):
+    for k in range(2, min(MAX_CLUSTERS, n // MIN_CLUSTER, distinct) + 1):
         _, labels = kmeans2(points, k, seed=seed, minit="++", missing="warn")
         if np.bincount(labels, minlength=k).min() < MIN_CLUSTER:
             continue

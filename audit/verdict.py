@@ -269,6 +269,13 @@ class Judge:
         """Whether the audit may stop: it is decided, or the policy grants no more images, or no more can help."""
         return self.decided or self.n_images >= self.policy.max_images or bool(self._broken)
 
+    @property
+    def progress(self) -> str:
+        """Each direction's bounds so far, in a few words."""
+        return ", ".join(
+            f"{d.name} {d.sequence.lower:.2f} to {d.sequence.upper:.2f}" for d in self._directions.values()
+        )
+
     def verdict(self, prerequisites: Prerequisites) -> Verdict:
         """The verdict on what has been observed so far."""
         unsound = self._unsound(prerequisites)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
+    from audit.verdict import Judge
     from engine.loop import Progress
 
 
@@ -35,6 +36,19 @@ def distilling() -> Iterator[Callable[[str, int, int], None]]:
                 finished.append(role)
                 bar.reset(total)
                 bar.set_description(f"distilling the {role}")
+            bar.update(done - bar.n)
+
+        yield report
+
+
+@contextmanager
+def auditing() -> Iterator[Callable[[int, int, Judge], None]]:
+    """A bar for audited images with the bounds so far, told (done, most, judge)."""
+    with tqdm(desc="auditing", unit="image", leave=False) as bar:
+
+        def report(done: int, most: int, judge: Judge) -> None:
+            bar.total = most
+            bar.set_postfix_str(judge.progress)
             bar.update(done - bar.n)
 
         yield report

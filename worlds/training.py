@@ -25,11 +25,13 @@ def generator(seed: int, step: int) -> torch.Generator:
 
 
 def learning_rate(step: int, cycles: tuple[int, ...], peak: float, warmup: int = 100) -> float:
-    """Per cycle a linear warm-up, then a cosine to zero; each cycle peaks at half the height of the one before."""
+    """Per cycle a linear warm-up, then a cosine to zero; later cycles peak at half the height."""
     for index, steps in enumerate(cycles):
         if step < steps or index == len(cycles) - 1:
             break
-        step, peak = step - steps, peak / 2
+        step -= steps
+    if index > 0:
+        peak /= 2
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -22,14 +22,16 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.set_defaults(run=run)
 
 
-def add_prior_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prior_arguments(
+    parser: argparse.ArgumentParser, data: str = "folder of images to distil the surrogates on"
+) -> None:
     """The arguments that say which prior, recipe and pictures are used."""
     parser.add_argument(
         "--prior", default="auto", metavar="NAME", help="portraits, histology, a diffusers folder or a hub id"
     )
     parser.add_argument("--revision", metavar="COMMIT", help="40-digit commit of a hub id")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe that pfungst calibrate wrote")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of images to distil the surrogates on")
+    parser.add_argument("--data", type=Path, metavar="PATH", help=data)
     parser.add_argument(
         "--cache",
         type=Path,

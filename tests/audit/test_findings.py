@@ -57,6 +57,11 @@ def test_points_without_groups_are_one_cluster() -> None:
     assert set(cluster(points)) == {0}
 
 
+def test_equal_edits_are_one_cluster_or_as_many_as_differ() -> None:
+    assert set(cluster(np.ones((9, 3)))) == {0}
+    assert np.bincount(cluster(np.repeat(np.eye(3)[:2], [5, 4], axis=0))).tolist() == [5, 4]
+
+
 def test_silhouette_of_a_known_case() -> None:
     # Two pairs on a line: inside 1 apart, the groups 10 apart.
     points = np.array([[0.0], [1.0], [11.0], [12.0]])

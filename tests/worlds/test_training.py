@@ -70,3 +70,4 @@ def test_a_second_cycle_warms_up_again_to_half_the_height() -> None:
     assert learning_rate(1099, (1000, 600), 1.0) == pytest.approx(0.5)
     assert learning_rate(1350, (1000, 600), 1.0) == pytest.approx(0.25)
     assert learning_rate(1600, (1000, 600), 1.0) == pytest.approx(0.0)
+    assert learning_rate(1699, (1000, 600, 600), 1.0) == pytest.approx(0.5)
