@@ -1,8 +1,9 @@
 """Finds the strength, the guidance and τ at which a prior explains a classifier.
 
 First the strength: the largest at which an unguided walk to noise and back keeps the classifier's label, so that
-whatever flips it later is the guidance and not the loss of detail. Then a small search over guidance and τ, scored by
-flips that the evaluator confirms and by how little of the picture they touch.
+whatever flips it later is the guidance and not the loss of detail. The next higher ones are tried too: masks and
+proximity hold back much of what the bare walk loses. Then a small search over guidance and τ, scored by flips that the
+evaluator confirms and by how little of the picture they touch.
 
 Shapes: images [N, 3, H, W] in [0, 1].
 """
@@ -21,8 +22,10 @@ from engine.recipe import Recipe
 from engine.sampling import image_to_image
 
 STRENGTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-GUIDANCE = (0.15, 0.3, 0.6, 1.2)
-TAUS = (0.1, 0.2, 0.3)
+GUIDANCE = (0.05, 0.1, 0.2)
+TAUS = (0.15, 0.25)
+HIGHER = 2
+"""How many strengths above the one that keeps the label are tried too."""
 LABEL_KEPT = 0.95
 AREA_WEIGHT = 0.5
 
@@ -75,15 +78,16 @@ def calibrate(
     recipe = explainer.recipe.changed(k=1)
     kept = _labels_kept(explainer, images, recipe, strengths)
     good = [strength for strength, share in kept.items() if share >= LABEL_KEPT]
-    strength = max(good) if good else min(kept)
+    keeping = max(good) if good else min(kept)
+    tried = sorted(strength for strength in kept if strength >= keeping)[: HIGHER + 1]
     trials: list[Trial] = []
-    grid = [(eta, tau) for eta in guidance for tau in taus]
-    for done, (eta, tau) in enumerate(grid, start=1):
+    grid = [(strength, eta, tau) for strength in tried for eta in guidance for tau in taus]
+    for done, (strength, eta, tau) in enumerate(grid, start=1):
         trials.append(_try(explainer, images, recipe.changed(strength=strength, eta=eta, tau=tau)))
         if progress is not None:
             progress(done, len(grid))
     best = max(trials, key=lambda trial: trial.score)
-    found = explainer.recipe.changed(strength=strength, eta=best.eta, tau=best.tau)
+    found = explainer.recipe.changed(strength=best.strength, eta=best.eta, tau=best.tau)
     return Calibration(found, kept, tuple(trials), len(images))
 
 

@@ -32,12 +32,15 @@ from engine.guidance import (
     normalise_per_sample,
     proximity_gradient,
 )
-from engine.masks import composite, exclusion, frozen, phase_one, psi, soft_edit, to_latent, to_pixels
+from engine.masks import composite, exclusion, frozen, grown, phase_one, psi, soft_edit, to_latent, to_pixels
 from engine.prior import Prior, content_hash
 from engine.prune import SHARES, part, ranks, relevance, smallest
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
+
+REGION_RIM = 3
+"""Pixels by which the region of a second pass reaches beyond the first edit, so that it can find a clean border."""
 
 
 class CancelToken(Protocol):
@@ -363,21 +366,21 @@ def _escalate(
                 progress(Progress(k, recipe.k, attempt, step, runtime.path.length, samples))
 
         margin = None if recipe.margin is None else 1.0 - (1.0 - recipe.margin) / 2**attempt
-        some = originals.pick(rows)
-        end = trajectory(runtime, some, eps[rows], m_excl[rows], recipe, factor=factor, margin=margin, watch=watch)
-        x_cf, soft = finish(runtime, some, end, m_excl[rows], recipe)
-        logits = query(f, x_cf)
-        flipped = logits.argmax(dim=1) == some.y
-        queries = 1
-        if recipe.prune and bool(flipped.any()):
-            hit = flipped.nonzero()[:, 0]
-            x_cf[hit], soft[hit], logits[hit], asked = _prune(f, guide, some.pick(hit), x_cf[hit], soft[hit], recipe)
-            queries += asked
+        some, editable = originals.pick(rows), m_excl[rows]
+        tried = _try(runtime, f, guide, some, eps[rows], editable, recipe, factor, margin, watch)
+        if recipe.second_pass and bool(tried.flipped.any()):
+            hit = tried.flipped.nonzero()[:, 0]
+            region = editable[hit] * grown(tried.soft[hit] > 0, REGION_RIM).to(editable.dtype)
+            again = _try(runtime, f, guide, some.pick(hit), eps[rows][hit], region, recipe, factor, margin, watch)
+            tried.replace(hit, again, accepted(guide, again, some.y[hit], recipe))
+        x_cf, soft, logits, flipped = tried.x_cf, tried.soft, tried.logits, tried.flipped
         scores = lead(logits, some.y)
         seconds = (time.perf_counter() - start) / len(rows)
         spent = [
-            Cost(1, runtime.path.length, int(steps) + 1, int(steps), queries if hit_ else 1, seconds)
-            for steps, hit_ in zip(end.guided_steps.tolist(), flipped.tolist(), strict=True)
+            Cost(1, runtime.path.length * passes, steps + passes, steps, asked, seconds)
+            for passes, steps, asked in zip(
+                tried.passes.tolist(), tried.guided_steps.tolist(), tried.queries.tolist(), strict=True
+            )
         ]
         if best is None:
             best = _Best(x_cf, soft, logits, flipped, [factor] * batch, spent)
@@ -394,6 +397,58 @@ def _escalate(
             break
     assert best is not None  # a recipe has at least one factor
     return best
+
+
+@dataclass
+class _Try:
+    """What one pass, or a first and a second, made of some samples."""
+
+    x_cf: Tensor
+    soft: Tensor
+    logits: Tensor
+    flipped: Tensor  # [B] bool
+    guided_steps: Tensor  # [B]
+    queries: Tensor  # [B]
+    passes: Tensor  # [B]
+
+    def replace(self, rows: Tensor, other: "_Try", better: Tensor) -> None:
+        """Takes over another try of some samples where it is better; its cost counts in any case."""
+        for name in ("guided_steps", "queries", "passes"):
+            getattr(self, name)[rows] += getattr(other, name)
+        taken = rows[better]
+        for name in ("x_cf", "soft", "logits", "flipped"):
+            getattr(self, name)[taken] = getattr(other, name)[better]
+
+
+def _try(
+    runtime: Runtime,
+    f: Model,
+    guide: Model,
+    originals: Originals,
+    eps: Tensor,
+    m_excl: Tensor,
+    recipe: Recipe,
+    factor: float,
+    margin: float | None,
+    watch: Callable[[int], None],
+) -> _Try:
+    """One pass of Algorithm 1 and, where it flipped, the pruning of its edit."""
+    end = trajectory(runtime, originals, eps, m_excl, recipe, factor=factor, margin=margin, watch=watch)
+    x_cf, soft = finish(runtime, originals, end, m_excl, recipe)
+    logits = query(f, x_cf)
+    flipped = logits.argmax(dim=1) == originals.y
+    queries = torch.ones_like(end.guided_steps)
+    if recipe.prune and bool(flipped.any()):
+        hit = flipped.nonzero()[:, 0]
+        x_cf[hit], soft[hit], logits[hit], asked = _prune(f, guide, originals.pick(hit), x_cf[hit], soft[hit], recipe)
+        queries[hit] += asked
+    return _Try(x_cf, soft, logits, flipped, end.guided_steps, queries, torch.ones_like(queries))
+
+
+def accepted(guide: Model, tried: "_Try", y: Tensor, recipe: Recipe) -> Tensor:
+    """[B] whether f and the guide both give the target with the recipe's margin."""
+    margin = recipe.margin or 0.0
+    return tried.flipped & (lead(tried.logits, y) >= margin) & (lead(query(guide, tried.x_cf), y) >= margin)
 
 
 def _prune(

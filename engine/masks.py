@@ -70,6 +70,11 @@ def to_pixels(m: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(m, size=size, mode="nearest")
 
 
+def grown(edit: Tensor, pixels: int) -> Tensor:
+    """An edit mask [B, 1, H, W] of bool with a rim of some pixels around it."""
+    return F.max_pool2d(edit.float(), kernel_size=2 * pixels + 1, stride=1, padding=pixels) > 0
+
+
 def soft_edit(residual: Tensor, kept: Tensor, m_excl: Tensor, tau: float, feather: float) -> Tensor:
     """The weight in [0, 1] with which the decoded picture replaces the original.
 

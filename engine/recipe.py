@@ -67,6 +67,7 @@ class Recipe(BaseModel):
         "decoded", description="blend D(z) into x0, or add D(z) - D(E(x0)) to x0"
     )
     prune: bool = Field(False, description="give back what the flip does not need; the paper does not")
+    second_pass: bool = Field(False, description="walk again inside the edit alone and keep that if it flips too")
 
     # Tries and diversity.
     escalation: tuple[Positive, ...] = Field((1.0, 1.5, 2.25), min_length=1, max_length=16)

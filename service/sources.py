@@ -40,6 +40,17 @@ class PriorSource:
             return WORLDS[self.name].sample(n, PICTURE_SEED, self.size).images
         return generate(self.prior, n, self.size, seed=PICTURE_SEED)
 
+    def pictures_to_try(self, data: Path | None, n: int) -> tuple[Tensor, Tensor]:
+        """(n pictures to try settings on, others to distil on)."""
+        from worlds import WORLDS
+
+        if data is None and self.name in WORLDS:
+            return WORLDS[self.name].sample(n, PICTURE_SEED + 1, self.size).images, self.pictures(None)
+        found = self.pictures(data, N_PICTURES + n)
+        if len(found) < 4 * n:
+            raise InputError(f"{len(found)} images are too few: --n {n} needs at least {4 * n}.")
+        return found[:n], found[n:]
+
 
 def open_source(name: str, *, recipe: Path | None = None, revision: str | None = None) -> PriorSource:
     """An embedded prior by the name of its world, or any other by its folder or hub id."""

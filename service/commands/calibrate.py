@@ -14,7 +14,9 @@ from service.exit_code import ExitCode
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the arguments of `pfungst calibrate`."""
     parser = subparsers.add_parser("calibrate", help="find the settings for a prior and a classifier")
-    parser.add_argument("--classifier", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument(
+        "--classifier", required=True, metavar="SOURCE", help="Hugging Face folder, .onnx or endpoint file"
+    )
     add_prior_arguments(parser)
     parser.add_argument("--n", type=int, default=24, help="images that every setting is tried on (default: 24)")
     parser.add_argument("--out", type=Path, default=Path("recipe.json"), metavar="FILE", help="default: %(default)s")
@@ -24,29 +26,27 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     """Calibrates and writes the recipe, and beside it what was tried."""
     from audit.calibration import calibrate
-    from audit.classifier import load_classifier
     from audit.explain import Explainer, distil_pair
+    from audit.sources import open_classifier
     from engine.memory import byte_count, plan_memory
     from service.progress import counting, distilling
-    from service.sources import AUTO, N_PICTURES, open_source
+    from service.sources import AUTO, open_source
 
     if args.prior == AUTO:
         raise InputError("calibrate needs --prior: portraits, histology, a diffusers folder or a hub id.")
     if args.n < 4:
         raise InputError(f"--n is {args.n}; calibration needs at least 4 images.")
     budget = None if args.max_memory is None else byte_count(args.max_memory)
-    classifier = load_classifier(args.classifier)
+    classifier = open_classifier(args.classifier)
     source = open_source(args.prior, recipe=args.recipe, revision=args.revision)
-    pictures = source.pictures(args.data, N_PICTURES + args.n)
-    if len(pictures) < 4 * args.n:
-        raise InputError(f"{len(pictures)} images are too few: --n {args.n} needs at least {4 * args.n}.")
+    tried, pictures = source.pictures_to_try(args.data, args.n)
     if budget is not None:
         plan_memory(source.prior, source.recipe, (source.size, source.size), args.n, budget, f=classifier)
     with distilling() as report:
-        surrogates = distil_pair(classifier, pictures[args.n :], args.cache, progress=report)
+        surrogates = distil_pair(classifier, pictures, args.cache, progress=report)
     explainer = Explainer(source.prior, classifier, surrogates, source.recipe, budget)
     with counting("calibrating", "setting") as watch:
-        found = calibrate(explainer, pictures[: args.n], progress=watch)
+        found = calibrate(explainer, tried, progress=watch)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_name(args.out.name + ".partial")
     found.recipe.save(partial)

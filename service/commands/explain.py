@@ -12,7 +12,9 @@ from service.exit_code import ExitCode
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the arguments of `pfungst explain`."""
     parser = subparsers.add_parser("explain", help="make counterfactuals of one image")
-    parser.add_argument("--classifier", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument(
+        "--classifier", required=True, metavar="SOURCE", help="Hugging Face folder, .onnx or endpoint file"
+    )
     parser.add_argument("--image", type=Path, required=True, metavar="FILE", help="PNG, JPEG, WebP or BMP")
     parser.add_argument("--target", metavar="NAME", help="class to reach (default: the second most probable)")
     parser.add_argument("--k", type=int, default=2, help="counterfactuals, disjoint in their edits (default: 2)")
@@ -51,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"--out {args.out} is a file; name a folder.")
 
-    from audit.classifier import load_classifier
     from audit.explain import Explainer, choose_target, distil_pair, summary, write_explanation
     from audit.images import read_image, to_square
+    from audit.sources import open_classifier
     from engine.memory import byte_count, plan_memory
     from service.progress import distilling, guiding
     from service.sources import AUTO, closest_embedded, open_source
 
     budget = None if args.max_memory is None else byte_count(args.max_memory)
-    classifier = load_classifier(args.classifier)
+    classifier = open_classifier(args.classifier)
     image = read_image(args.image)
     name = closest_embedded(image) if args.prior == AUTO else args.prior
     source = open_source(name, recipe=args.recipe, revision=args.revision)
