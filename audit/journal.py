@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Journal:

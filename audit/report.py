@@ -19,12 +19,13 @@ from audit.dataset import Dataset
 from audit.explain import Explainer
 from audit.findings import Finding, attribute_findings, cluster_findings, headline, region_findings
 from audit.junit import Case, write_junit
-from audit.metrics import diversity, flip_rate, hoyer_sparsity, mean_of, na, nafr, sparsity
+from audit.metrics import Mean, diversity, flip_rate, hoyer_sparsity, mean_of, na, nafr, sparsity
 from audit.pages import page
 from audit.policy import Policy
 from audit.run import Audit, AuditedImage
 from audit.teachers import AttributeTeacher, Judgement, Pairs, Teacher
 from audit.verdict import Outcome
+from engine.rate import Rate
 
 FORMAT = "pfungst-report/1"
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pandas")
@@ -182,7 +183,7 @@ def _metrics(audit: Audit, explainer: Explainer, dataset: Dataset) -> dict[str, 
         ).view(len(audit.images), -1, explainer.prior.encode(x[:1]).numel())
     both = np.array([[one.valid for one in image.counterfactuals] for image in audit.images])
     areas = np.array([one.area for one in first])[np.array(valid)]
-    numbers = {
+    numbers: dict[str, Rate | Mean] = {
         "flip_rate": flip_rate(flips),
         "na": na(flips, confirmed),
         "nafr": nafr(flips, confirmed),

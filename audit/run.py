@@ -1,8 +1,8 @@
 """One audit: images in random order, counterfactuals, teacher, and a verdict as soon as the bounds allow one.
 
-Every finished image is on the disk before the next batch begins: its pictures under counterfactuals/, then its line in
-journal.jsonl. The verdict is a function of those lines, read in order, so an audit that was killed and started again
-says exactly what an undisturbed one says.
+Every finished image is on the disk before the next batch begins: its pictures under counterfactuals/, the original
+among them, then its line in journal.jsonl. The verdict is a function of those lines, read in order, so an audit that
+was killed and started again says exactly what an undisturbed one says.
 
 Shapes: images [N, 3, H, W] in [0, 1], K counterfactuals per image.
 """
@@ -65,6 +65,8 @@ class AuditedImage:
     label: str | None
     groups: dict[str, str]
     seconds: float
+    original: str
+    """The picture as the classifier was asked about it, stored beside its counterfactuals."""
     counterfactuals: tuple[Counterfactual, ...]
 
     @property
@@ -256,6 +258,7 @@ def _explain(
             label=str(table["label"].iloc[one.row]) if dataset.labels else None,
             groups={name: str(table[name].iloc[one.row]) for name in dataset.group_columns},
             seconds=seconds,
+            original=_store_original(found, one.row, out),
             counterfactuals=tuple(
                 _store(found, k, names[i][k], confirmed[i][k], judgements.get((i, k)), out)
                 for k in range(len(found.images))
@@ -284,6 +287,13 @@ def _judge(
         rows=tuple(drawn[i].row for i, _ in valid),
     )
     return dict(zip(valid, teacher(pairs), strict=True))
+
+
+def _store_original(found: CounterfactualSet, row: int, out: Path) -> str:
+    """Data sets move and change: with its originals, an audit's folder can be looked at and learned from alone."""
+    picture = f"counterfactuals/{row:06d}-original.png"
+    save_png(to_pil(found.x0), out / picture)
+    return picture
 
 
 def _store(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def audited(world: World, prior: Prior, n: int, seed: int) -> tuple[Dataset, Tea
     teacher = OracleTeacher.tested(open_classifier(world, "oracle").probabilities, tested.images, tested.labels)
     columns = {world.confounder_name: taught.confounders}
     attributes = attribute_teacher(prior, taught.images, taught.labels, columns)
-    groups = pd.DataFrame({"confounder": [world.confounders[value] for value in data.confounders.tolist()]})
+    groups = {"confounder": [world.confounders[value] for value in data.confounders.tolist()]}
     dataset = dataset_of_images(data.images, [world.labels[label] for label in data.labels.tolist()], groups)
     return dataset, teacher, Names(attributes, {name: _region(data, name) for name in data.parts})
 

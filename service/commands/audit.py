@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from service.progress import auditing, distilling
 
     policy = Policy.load(args.policy) if args.policy else Policy()
-    case = _world(args) if args.world else _given(args)
+    case = embedded_case(args) if args.world else given_case(args)
     with distilling() as report:
         surrogates = distil_pair(case.classifier, case.pictures, args.cache, progress=report)
     explainer = Explainer(case.source.prior, case.classifier, surrogates, case.source.recipe.changed(k=args.k))
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """What is audited, and with whose help."""
 
     source: PriorSource
@@ -92,7 +92,7 @@ class _Case:
     """To distil the surrogates on."""
 
 
-def _world(args: argparse.Namespace) -> _Case:
+def embedded_case(args: argparse.Namespace) -> Case:
     """An embedded classifier on its world's unpoisoned pictures, judged by the world's oracle."""
     from service.sources import open_source
     from worlds import WORLDS
@@ -106,10 +106,10 @@ def _world(args: argparse.Namespace) -> _Case:
     source = open_source(args.world, recipe=args.recipe)
     classifier = open_classifier(world, args.model)
     dataset, teacher, names = audited(world, source.prior, N_WORLD, WORLD_SEED)
-    return _Case(source, classifier, dataset, teacher, names, source.pictures(None))
+    return Case(source, classifier, dataset, teacher, names, source.pictures(None))
 
 
-def _given(args: argparse.Namespace) -> _Case:
+def given_case(args: argparse.Namespace) -> Case:
     """A classifier and a data set of the user's."""
     from audit.dataset import open_dataset
     from audit.explain import distillation_pictures
@@ -128,4 +128,4 @@ def _given(args: argparse.Namespace) -> _Case:
         source.prior, dataset, classifier.labels, oracle=args.teacher, verdicts=args.verdicts
     )
     pictures = distillation_pictures(dataset, source.prior, N_DISTIL)
-    return _Case(source, classifier, dataset, teacher, names, pictures)
+    return Case(source, classifier, dataset, teacher, names, pictures)

@@ -25,7 +25,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Calibrates and writes the recipe, and beside it what was tried."""
-    from audit.calibration import calibrate
+    from audit.calibration import calibrate, choose
     from audit.explain import Explainer, distil_pair
     from audit.sources import open_classifier
     from engine.memory import byte_count, plan_memory
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     partial.replace(args.out)
     trials = args.out.with_suffix(".trials.json")
     trials.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
-    best = max(found.trials, key=lambda trial: trial.score)
+    best = choose(found.trials)
     print(
         f"strength {best.strength}, eta {best.eta}, tau {best.tau}: flip rate {best.flip_rate:.2f}, "
         f"confirmed by the evaluator {best.nafr:.2f}, median area {best.area_median:.0%} (n = {found.n})"

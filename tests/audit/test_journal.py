@@ -30,7 +30,7 @@ def test_a_torn_line_is_cut_off_and_the_next_one_stands_alone(tmp_path: Path) ->
 
 
 def test_a_header_that_was_torn_starts_anew(tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").write_bytes(b'{"format": 1, "class')
+    (tmp_path / "journal.jsonl").write_bytes(b'{"format": 2, "class')
     journal = Journal(tmp_path / "journal.jsonl", IDENTITY)
     journal.append({"row": 1})
     assert Journal(journal.file, IDENTITY).records == [{"row": 1}]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from audit.dataset import Dataset, dataset_of_images
 from audit.explain import Explainer
+from audit.images import read_image
 from audit.policy import Policy
 from audit.report import Names, build, write
-from audit.run import Audit, audit
+from audit.run import Audit, AuditedImage, audit
 from audit.teachers import OracleTeacher
 from audit.verdict import Outcome
 from engine.errors import Cancelled, InputError
@@ -153,6 +154,15 @@ def test_a_killed_audit_goes_on_and_says_exactly_the_same(tmp_path: Path) -> Non
     assert again.resumed == 12
     assert again.verdict == whole.verdict
     assert [image.row for image in again.images] == [image.row for image in whole.images]
+
+
+def test_an_audit_s_folder_holds_the_originals_beside_their_counterfactuals(tmp_path: Path) -> None:
+    found = go(tmp_path, StubExplainer(True))
+    data = pictures()
+    for image in found.images:
+        assert image.original == f"counterfactuals/{image.row:06d}-original.png"
+        assert torch.allclose(read_image(tmp_path / image.original), data.image(image.row), atol=1e-6)
+    assert AuditedImage.of(json.loads(json.dumps(found.images[0].as_dict()))) == found.images[0]
 
 
 def test_where_it_stops_does_not_depend_on_batches(tmp_path: Path) -> None:

@@ -177,6 +177,23 @@ def test_the_second_edit_is_disjoint_even_through_a_decoder_with_a_receptive_fie
     assert torch.equal(result.images[1][first.expand(3, -1, -1)], result.x0[first.expand(3, -1, -1)])
 
 
+@pytest.mark.parametrize("settings", [{"prune": True}, {"prune": True, "second_pass": True}])
+def test_pruned_edits_are_smaller_still_flip_and_stay_disjoint(settings: dict) -> None:
+    x0 = images(3)
+    whole = run(x0, RECIPE.changed(k=2), seeds=[1, 2, 3])
+    pruned = run(x0, RECIPE.changed(k=2, **settings), seeds=[1, 2, 3])
+    assert all(result.flipped[0] for result in pruned)
+    for before, after in zip(whole, pruned, strict=True):
+        assert after.edit_masks[0].sum() < before.edit_masks[0].sum()
+        assert not (after.edit_masks[0] & after.edit_masks[1]).any()
+        outside = ~after.edit_masks[0].expand(3, -1, -1)
+        assert torch.equal(after.images[0][outside], after.x0[outside])
+        torch.testing.assert_close(after.logits, Sides()(after.images).detach())
+        passes = 2 if "second_pass" in settings else 1
+        assert after.costs[0].network_calls == passes * before.costs[0].network_calls
+        assert after.costs[0].classifier_queries > before.costs[0].classifier_queries
+
+
 def same(one: CounterfactualSet, two: CounterfactualSet) -> bool:
     return all(
         torch.equal(getattr(one, name), getattr(two, name)) for name in ("images", "soft_masks", "edit_masks", "logits")
