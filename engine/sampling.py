@@ -41,7 +41,7 @@ def generate(
     n: int,
     size: int,
     seed: int,
-    steps: int = 28,
+    steps: int = 40,
     order: int = 2,
     batch: int = 50,
     progress: Callable[[int, int], None] | None = None,

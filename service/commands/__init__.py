@@ -5,6 +5,6 @@ A module has two functions: `add(subparsers)` declares its arguments and ends wi
 of other rooms are imported inside `run`, so that `pfungst --help` does not wait for torch.
 """
 
-from service.commands import calibrate, demo, explain
+from service.commands import audit, calibrate, cfkd, demo, explain, export
 
-COMMANDS = (demo, explain, calibrate)
+COMMANDS = (demo, audit, cfkd, explain, calibrate, export)

@@ -1,0 +1,193 @@
+"""Proof that exported graphs compute what eager torch computes: per graph, per sample, on fresh inputs; and the loop.
+
+Shapes: B batch; a graph's outputs are compared sample by sample, never over the batch, where a large sample would hide
+a small one that is wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.guidance import Model, gradient_source
+from engine.loop import CounterfactualSet, Originals, check_targets, counterfactuals, draw_noise, query, trajectory
+from engine.prior import Prior
+from engine.recipe import Recipe
+from engine.runtime import Runtime
+from engine.runtime.onnx_runtime import DTYPES, network_of
+from engine.runtime.torch_runtime import TorchRuntime
+from engine.sampling import walk
+from export.graphs import Contract
+
+Run = Callable[..., Any]
+FRESH_SEED = 90_001
+FRESH_STEPS = 10
+GRADIENT_ERROR = 1e-4
+"""Largest relative error of a sample in fp32."""
+COSINE = 0.999
+"""Smallest cosine of a sample in fp16 and bf16."""
+
+
+class ParityError(ModelError):
+    """An exported graph does not compute what torch computes; it must not be used."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The worst sample of a batch."""
+
+    error: float
+    cosine: float
+    n: int
+
+    @classmethod
+    def of(cls, found: Tensor, expected: Tensor) -> "Figures":
+        """Relative error |a - b| / |b| and cosine of each sample's flattened values, in float64."""
+        if found.shape != expected.shape:
+            raise ParityError(f"A graph gives {list(found.shape)} where torch gives {list(expected.shape)}.")
+        a, b = found.detach().double().flatten(1), expected.detach().double().flatten(1)
+        if not bool(torch.isfinite(b).all()):
+            raise ParityError("Torch itself gives NaN or infinity on the fresh inputs, so nothing can be proven.")
+        if not bool(torch.isfinite(a).all()):
+            return cls(float("inf"), -1.0, len(a))
+        norms = b.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        errors = (a - b).norm(dim=1) / norms
+        cosines = (a * b).sum(dim=1) / (norms * a.norm(dim=1)).clamp_min(torch.finfo(torch.float64).tiny)
+        return cls(float(errors.max()), float(cosines.min()), len(a))
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """A whole run on two runtimes."""
+
+    n: int
+    flips: int
+    flips_identical: bool
+    mask_iou: float
+    """Smallest intersection over union of the edit masks."""
+    latent_error: float
+    """Largest relative error of a sample's final latent, of one pass."""
+
+
+@torch.no_grad()
+def fresh_inputs(prior: Prior, n: int, height: int, width: int) -> dict[str, Tensor]:
+    """What the loop hands to a decoder and a guide: denoised latents, here walked from noise, and their pictures.
+
+    Gaussian latents will not do. Off the data, a decoder with ReLUs has kinks everywhere, and rounding the latent alone
+    turns its float32 gradient by more than half precision does on data. The network is given noise, as in the loop.
+    """
+    noise = torch.randn(n, *prior.latent_shape(height, width), generator=torch.Generator().manual_seed(FRESH_SEED))
+    latents = walk(prior, prior.path(FRESH_STEPS, 1.0, height, width), noise)
+    return {"z_hat": latents, "image": prior.decode(latents).clamp(0.0, 1.0)}
+
+
+def compare_graph(
+    contract: Contract, run: Run, reference: Contract, batch: int, scale: float, fresh: dict[str, Tensor]
+) -> dict[str, Figures]:
+    """Each output of a graph against the float32 function in eager torch, on inputs that the export never saw."""
+    known = {**fresh, **({"z": fresh["z_hat"]} if contract.name == "decoder" and fresh else {})}
+    inputs = [
+        known[port.name][:batch] if port.name in known else x
+        for port, x in zip(contract.inputs, contract.examples(batch, FRESH_SEED), strict=True)
+    ]
+    given = [
+        torch.full_like(x, scale) if p.name == "scale" else x for p, x in zip(contract.inputs, inputs, strict=True)
+    ]
+    with torch.no_grad():
+        found, expected = _tuple(run(*given)), _tuple(reference.function(*inputs))
+    return {p.name: Figures.of(a, b) for p, a, b in zip(contract.outputs, found, expected, strict=True)}
+
+
+def in_session(contract: Contract, session: Any) -> Run:
+    """A session of ONNX Runtime on the CPU as a function of tensors."""
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        feed = {p.name: x.to(DTYPES[p.dtype][0]).numpy() for p, x in zip(contract.inputs, inputs, strict=True)}
+        return tuple(torch.from_numpy(array) for array in session.run([p.name for p in contract.outputs], feed))
+
+    return run
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def require(name: str, figures: dict[str, Figures], precision: str) -> None:
+    """A ParityError unless every output is close enough: 1e-4 relative in fp32, a cosine of 0.999 below."""
+    for output, worst in figures.items():
+        if precision == "fp32" and not worst.error <= GRADIENT_ERROR:
+            raise ParityError(
+                f"{name}: {output} differs from torch by {worst.error:.1e} relative, more than {GRADIENT_ERROR:.0e}. "
+                "The graph was not written."
+            )
+        if precision != "fp32" and not worst.cosine >= COSINE:
+            raise ParityError(
+                f"{name}: the cosine of {output} with torch in float32 is {worst.cosine:.5f} in {precision}, less than "
+                f"{COSINE}. Export in fp32. The graph was not written."
+            )
+
+
+def eager_runtime(prior: Prior, f: Model, guide: Model, recipe: Recipe, height: int, width: int) -> TorchRuntime:
+    """The reference that graphs are compared with."""
+    path = prior.path(recipe.steps, recipe.strength, height, width)
+    return TorchRuntime(prior, path, gradient_source(recipe, f, guide))
+
+
+def compare_loops(
+    prior: Prior,
+    f: Model,
+    guide: Model,
+    recipe: Recipe,
+    x0: Tensor,
+    runtime: Runtime,
+    targets: Sequence[int] | None = None,
+) -> LoopFigures:
+    """Whole runs of `counterfactuals` in eager torch and on another runtime, with the same seeds."""
+    network = network_of(guide)
+    eager = eager_runtime(prior, f, network, recipe, x0.shape[2], x0.shape[3])
+    with torch.no_grad():
+        logits = query(f, x0)
+    chosen = second_classes(logits) if targets is None else list(targets)
+    seeds = list(range(len(x0)))
+    runs: list[list[CounterfactualSet]] = [
+        counterfactuals(prior, f, network, x0, chosen, recipe, seeds, runtime=one) for one in (eager, runtime)
+    ]
+    flips = [[one.flipped for one in run] for run in runs]
+    ends = []
+    with torch.no_grad():
+        for one in (eager, runtime):
+            z0 = one.encode(x0)
+            rebuilt = one.decode(z0).clamp(0.0, 1.0) if recipe.needs_reconstruction else None
+            originals = Originals(x0, z0, check_targets(chosen, logits), rebuilt)
+            eps = draw_noise(seeds, 1, z0)[:, 0]
+            ends.append(trajectory(one, originals, eps, torch.ones_like(x0[:, :1]), recipe, margin=recipe.margin).z)
+    return LoopFigures(
+        n=len(x0),
+        flips=sum(sum(one) for one in flips[0]),
+        flips_identical=flips[0] == flips[1],
+        mask_iou=min(
+            iou(a, b)
+            for first, second in zip(*runs, strict=True)
+            for a, b in zip(first.edit_masks, second.edit_masks, strict=True)
+        ),
+        latent_error=Figures.of(ends[1], ends[0]).error,
+    )
+
+
+def second_classes(logits: Tensor) -> list[int]:
+    """The class after the predicted one, for each sample."""
+    return [int(row) for row in logits.topk(2, dim=1).indices[:, 1]]
+
+
+def iou(a: Tensor, b: Tensor) -> float:
+    """Intersection over union of two masks; 1 if both are empty."""
+    union = int((a | b).sum())
+    return int((a & b).sum()) / union if union else 1.0
+
+
+def as_dict(figures: dict[str, Figures]) -> dict[str, Any]:
+    """Figures as JSON."""
+    return {name: asdict(worst) for name, worst in figures.items()}
