@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from audit.explain import Explainer
+from audit.explain import Explainer, runners_up
 from audit.metrics import edited_area
 from engine.errors import InputError
 from engine.recipe import Recipe
@@ -117,9 +117,8 @@ def _labels_kept(
 
 def _try(explainer: Explainer, images: Tensor, recipe: Recipe) -> Trial:
     tried = replace(explainer, recipe=recipe)
-    probabilities = explainer.classifier.probabilities(images)
-    targets = probabilities.scatter(1, probabilities.argmax(1, keepdim=True), -1.0).argmax(1).tolist()
-    sets = tried(images, targets, seeds=list(range(len(images))))
+    _, targets = runners_up(explainer.classifier.probabilities(images))
+    sets = tried(images, targets.tolist(), seeds=list(range(len(images))))
     flipped = np.array([found.flipped[0] for found in sets])
     confirmed = np.array([tried.evaluator_flipped(found)[0] for found in sets]) & flipped
     areas = np.array([edited_area(found.edit_masks[:, 0])[0] for found in sets])

@@ -116,13 +116,17 @@ def distillation_pictures(dataset: Dataset, prior: Prior, n: int, seed: int = 0)
     return torch.stack(found)
 
 
+def runners_up(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """(predicted class, most probable class besides it) of each image, [N] and [N]."""
+    predicted = probabilities.argmax(1)
+    return predicted, probabilities.scatter(1, predicted[:, None], -1.0).argmax(1)
+
+
 def choose_target(classifier: Classifier, image: Tensor, name: str | None) -> int:
     """The index of the named class, or the most probable class besides the predicted one."""
-    probabilities = classifier.probabilities(image[None])[0]
-    predicted = int(probabilities.argmax())
+    predicted, other = (int(found) for found in runners_up(classifier.probabilities(image[None])))
     if name is None:
-        probabilities[predicted] = -1
-        return int(probabilities.argmax())
+        return other
     if name not in classifier.labels:
         known = ", ".join(classifier.labels)
         raise TargetError(f"The target {name!r} is unknown; the classifier knows: {known}.")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from audit.dataset import Dataset
-from audit.explain import Explainer
+from audit.explain import Explainer, runners_up
 from audit.images import read_image
 from audit.journal import Journal
 from audit.metrics import edited_area
@@ -217,9 +217,7 @@ def _batches(
     readable = dataset.readable(rows)
     waiting: list[_Drawn] = []
     while not judge.finished and (part := list(islice(readable, size))):
-        probabilities = explainer.classifier.probabilities(torch.stack([x for _, x in part]))
-        sources = probabilities.argmax(1)
-        targets = probabilities.scatter(1, sources[:, None], -1.0).argmax(1)
+        sources, targets = runners_up(explainer.classifier.probabilities(torch.stack([x for _, x in part])))
         for (row, x), source, target in zip(part, sources.tolist(), targets.tolist(), strict=True):
             if direction_name(labels[source], labels[target]) in judge.open_directions:
                 waiting.append(_Drawn(row, x, source, target))

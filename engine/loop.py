@@ -372,7 +372,7 @@ def _escalate(
             hit = tried.flipped.nonzero()[:, 0]
             region = editable[hit] * grown(tried.soft[hit] > 0, REGION_RIM).to(editable.dtype)
             again = _try(runtime, f, guide, some.pick(hit), eps[rows][hit], region, recipe, factor, margin, watch)
-            tried.replace(hit, again, accepted(guide, again, some.y[hit], recipe))
+            tried.replace(hit, again, convincing(again.logits, query(guide, again.x_cf), some.y[hit], recipe))
         x_cf, soft, logits, flipped = tried.x_cf, tried.soft, tried.logits, tried.flipped
         scores = lead(logits, some.y)
         seconds = (time.perf_counter() - start) / len(rows)
@@ -445,10 +445,14 @@ def _try(
     return _Try(x_cf, soft, logits, flipped, end.guided_steps, queries, torch.ones_like(queries))
 
 
-def accepted(guide: Model, tried: "_Try", y: Tensor, recipe: Recipe) -> Tensor:
-    """[B] whether f and the guide both give the target with the recipe's margin."""
+def convincing(logits: Tensor, guide_logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
+    """[B] whether f and the guide both give the target with the recipe's margin.
+
+    The guide has its say because f alone could be satisfied with a few adversarial pixels.
+    """
     margin = recipe.margin or 0.0
-    return tried.flipped & (lead(tried.logits, y) >= margin) & (lead(query(guide, tried.x_cf), y) >= margin)
+    flipped = logits.argmax(dim=1) == y
+    return flipped & (lead(logits, y) >= margin) & (lead(guide_logits, y) >= margin)
 
 
 def _prune(
@@ -456,11 +460,9 @@ def _prune(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """(x_cf, soft edit mask, logits of f, queries of f): flipped counterfactuals cut down to what the flip needs.
 
-    A part is enough if f and the guide both give the target with the recipe's margin. The guide has its say because f
-    alone could be satisfied with a few adversarial pixels.
+    A part is enough if it is convincing.
     """
     x0, y = originals.x0, originals.y
-    margin = recipe.margin or 0.0
     order = ranks(relevance(guide, x0, x_cf, y, recipe.blur), soft > 0)
     shares = torch.tensor((*SHARES, 1.0), device=x0.device)
     asked = 0
@@ -476,7 +478,7 @@ def _prune(
         nonlocal asked
         asked += 1
         x, _ = cut(choice)
-        return (lead(query(f, x), y) >= margin) & (lead(query(guide, x), y) >= margin)
+        return convincing(query(f, x), query(guide, x), y, recipe)
 
     choice = smallest(enough, len(SHARES), len(x0), x0.device)
     x, smaller = cut(choice)

@@ -81,12 +81,16 @@ def soft_edit(residual: Tensor, kept: Tensor, m_excl: Tensor, tau: float, feathe
     It is 1 where the residual reaches tau outside the kept cells, falls off over a rim of three `feather`, and is
     exactly 0 beyond the rim and wherever an earlier counterfactual has edited.
     """
-    support = (1.0 - phase_one(residual, tau)) * (1.0 - kept)
+    return rimmed((1.0 - phase_one(residual, tau)) * (1.0 - kept), feather) * m_excl
+
+
+def rimmed(support: Tensor, feather: float) -> Tensor:
+    """A support of 0 and 1 with a soft rim around it; exactly 0 beyond three `feather`."""
     # Twice the blur is 1 along a straight border of the support, so the rim lies outside and the edit stays whole.
     rim = (2.0 * gaussian_blur(support, feather)).clamp(0.0, 1.0)
     # The far tail changes no grey level, yet would count as edited area.
     rim = torch.where(rim < FLOOR, 0.0, rim)
-    return torch.maximum(support, rim) * m_excl
+    return torch.maximum(support, rim)
 
 
 def composite(x0: Tensor, x: Tensor, soft: Tensor) -> Tensor:

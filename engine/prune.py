@@ -16,13 +16,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.masks import FLOOR, gaussian_blur
+from engine.guidance import Model
+from engine.masks import gaussian_blur, rimmed
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
 """Shares of the edited area that are tried; the whole edit is what remains if none is enough."""
 POINTS = (0.25, 0.5, 0.75, 1.0)
-
-Model = Callable[[Tensor], Tensor]
 
 
 def relevance(guide: Model, x0: Tensor, x_cf: Tensor, y: Tensor, blur: float) -> Tensor:
@@ -44,9 +43,7 @@ def part(soft: Tensor, order: Tensor, share: Tensor, feather: float) -> Tensor:
     """The weights of an edit cut down to a share [B] of its area: the pixels of the lowest `order`, with a soft rim."""
     area = (soft > 0).sum((1, 2, 3))
     support = ((order < (share * area).ceil().view(-1, 1, 1, 1)) & (soft > 0)).to(soft.dtype)
-    rim = (2.0 * gaussian_blur(support, feather)).clamp(0.0, 1.0)
-    rim = torch.where(rim < FLOOR, 0.0, rim)
-    return torch.minimum(soft, torch.maximum(support, rim))
+    return torch.minimum(soft, rimmed(support, feather))
 
 
 def ranks(values: Tensor, where: Tensor) -> Tensor:

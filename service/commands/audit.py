@@ -92,6 +92,13 @@ class Case:
     """To distil the surrogates on."""
 
 
+def refuse_with_world(args: argparse.Namespace, *names: str) -> None:
+    """An InputError for the first of these options that was given although --world makes it meaningless."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} does not go with --world, which brings its own data.")
+
+
 def embedded_case(args: argparse.Namespace) -> Case:
     """An embedded classifier on its world's unpoisoned pictures, judged by the world's oracle."""
     from service.sources import open_source
@@ -99,9 +106,7 @@ def embedded_case(args: argparse.Namespace) -> Case:
     from worlds.audited import audited
     from worlds.store import open_classifier
 
-    for name in ("data", "teacher", "verdicts", "split", "label_column"):
-        if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} does not go with --world, which brings its own data.")
+    refuse_with_world(args, "data", "teacher", "verdicts", "split", "label_column")
     world = WORLDS[args.world]
     source = open_source(args.world, recipe=args.recipe)
     classifier = open_classifier(world, args.model)
@@ -120,8 +125,11 @@ def given_case(args: argparse.Namespace) -> Case:
     if args.data is None:
         raise InputError("--classifier needs --data, the data set it is audited on.")
     classifier = open_classifier(args.classifier)
-    first = open_dataset(args.data, size=64, split=args.split, label_column=args.label_column)
-    prior = closest_embedded(first.image(0)) if args.prior == AUTO else args.prior
+    prior = args.prior
+    if prior == AUTO:
+        prior = closest_embedded(
+            open_dataset(args.data, size=64, split=args.split, label_column=args.label_column).image(0)
+        )
     source = open_source(prior, recipe=args.recipe, revision=args.revision)
     dataset = open_dataset(args.data, size=source.size, split=args.split, label_column=args.label_column)
     teacher, names = choose_teacher(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError
-from service.commands.audit import embedded_case, given_case
+from service.commands.audit import embedded_case, given_case, refuse_with_world
 from service.commands.explain import add_prior_arguments
 from service.exit_code import ExitCode
 
@@ -139,7 +139,7 @@ def _say(content: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class RepairCase:
     """The classifier that is repaired, and the data for it."""
 
     classifier: HuggingFaceClassifier
@@ -149,7 +149,7 @@ class Case:
     test: TestData
 
 
-def _world_case(args: argparse.Namespace) -> Case:
+def _world_case(args: argparse.Namespace) -> RepairCase:
     """An embedded classifier with its own training data, and fresh pictures of its world to test on."""
     from audit.cfkd import TestData
     from audit.finetune import Labelled
@@ -157,15 +157,13 @@ def _world_case(args: argparse.Namespace) -> Case:
     from worlds.classifiers import RECIPES
     from worlds.store import WEIGHTS, open_classifier
 
-    for name in ("train_data", "train_split", "test_data", "test_split", "group_column"):
-        if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} does not go with --world, which brings its own data.")
+    refuse_with_world(args, "train_data", "train_split", "test_data", "test_split", "group_column")
     world = WORLDS[args.world]
     recipe = RECIPES[world.name][args.model]
     learned = world.poisoned(recipe.images, recipe.seed, recipe.rho)
     ordinary = world.poisoned(N_TEST, ORDINARY_SEED, recipe.rho)
     test = world.sample(N_TEST, TEST_SEED)
-    return Case(
+    return RepairCase(
         classifier=open_classifier(world, args.model),
         source=WEIGHTS / world.name / args.model,
         originals=Labelled.of(learned.images, learned.labels),
@@ -174,7 +172,7 @@ def _world_case(args: argparse.Namespace) -> Case:
     )
 
 
-def _given_case(args: argparse.Namespace, audit: FinishedAudit) -> Case:
+def _given_case(args: argparse.Namespace, audit: FinishedAudit) -> RepairCase:
     """A classifier and data sets of the user's, read at the size of the audit's pictures.
 
     Where originals and counterfactuals came at different sizes, sharpness would tell them apart.
@@ -200,7 +198,7 @@ def _given_case(args: argparse.Namespace, audit: FinishedAudit) -> Case:
     test = open_dataset(args.test_data, size=size, split=args.test_split, label_column=args.label_column)
     originals, ordinary = ordinary_split(train, classifier.labels, N_ORIGINALS, args.seed)
     tested = TestData.of(test, classifier.labels, args.group_column, N_TEST)
-    return Case(classifier, source, originals, ordinary, tested)
+    return RepairCase(classifier, source, originals, ordinary, tested)
 
 
 class _Reaudit:
