@@ -35,9 +35,7 @@ check: $(DEV) ## lint, formatting and types
 	$(BIN)/mypy
 
 serve: $(BASE) ## serve audits on 127.0.0.1 (PORT=3000)
-	@$(BIN)/python -c 'import service, sys; sys.exit(not hasattr(service, "Audit"))' \
-		|| { echo "make serve: the service class service.Audit does not exist, so there is nothing to serve." >&2; exit 2; }
-	$(BIN)/bentoml serve service:Audit --host 127.0.0.1 --port $(PORT)
+	$(BIN)/bentoml serve service:Audit --port $(PORT)
 
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py))
 

@@ -23,6 +23,7 @@ from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactual
 from engine.memory import Plan, plan_memory
 from engine.prior import Prior
 from engine.recipe import Recipe
+from engine.runtime import Runtime
 from engine.sampling import generate
 from engine.surrogate import EVALUATOR, GUIDE, Surrogate, SurrogatePair, SurrogateRecipe
 from engine.surrogate_cache import distil_cached
@@ -41,6 +42,9 @@ class Explainer:
     recipe: Recipe
     max_memory: int | None = None
     """Bytes that a run may need at its peak; see engine.memory."""
+    runtime: Callable[[Recipe, tuple[int, int], int], Runtime] | None = None
+    """Gives the runtime for a recipe, an image size (H, W) and a largest batch, such as engine.runtime.choice's
+    RuntimeChoice; without it the prior runs in eager torch."""
 
     def plan(self, images: Tensor) -> Plan | None:
         """How images [N, 3, H, W] are worked on inside `max_memory`; None where no budget is stated."""
@@ -64,6 +68,7 @@ class Explainer:
         plan = plan or self.plan(images)
         recipe = self.recipe if plan is None else plan.apply(self.recipe)
         size = len(images) if plan is None else plan.batch
+        runtime = None if self.runtime is None else self.runtime(recipe, (images.shape[2], images.shape[3]), size)
         sets: list[CounterfactualSet] = []
         for rows in (slice(start, start + size) for start in range(0, len(images), size)):
             sets += counterfactuals(
@@ -74,6 +79,7 @@ class Explainer:
                 targets[rows],
                 recipe,
                 None if seeds is None else seeds[rows],
+                runtime=runtime,
                 progress=progress,
                 cancel=cancel,
             )
@@ -92,6 +98,7 @@ def distil_pair(
     guide: SurrogateRecipe = GUIDE,
     evaluator: SurrogateRecipe = EVALUATOR,
     progress: Callable[[str, int, int], None] | None = None,
+    cancel: CancelToken | None = None,
 ) -> SurrogatePair:
     """Guide and evaluator of a classifier, distilled on images by queries alone, or read from the cache."""
 
@@ -103,6 +110,7 @@ def distil_pair(
             classifier_hash=classifier.content_hash,
             folder=cache,
             progress=None if progress is None else lambda done, steps: progress(recipe.role, done, steps),
+            cancel=None if cancel is None else cancel.is_set,
         )
 
     return SurrogatePair(one(guide), one(evaluator))

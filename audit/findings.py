@@ -18,10 +18,16 @@ from torch.nn import functional as F
 
 from engine.rate import Rate
 
-MOVED = 0.5
-"""Half of a whole change of the attribute."""
+LABEL = "label"
+"""The column that a false counterfactual leaves as it was: what other columns are compared with."""
+MOVED = 0.2
+"""A fifth of a whole change of the attribute: a small edit changes a part, the beard but not the length of the hair."""
 TOUCHED = 0.1
 """Share of a region's area, or of the edit's, that has to be edited."""
+NOTABLE = 0.3
+"""Least share of counterfactuals in which something named in the headline occurs."""
+MUCH_MORE = {"attribute": 2.0, "region": 1.5}
+"""How many times as much as its comparison something named in the headline moved; half a picture cannot have 2."""
 MAX_CLUSTERS = 4
 MIN_CLUSTER = 4
 SIGNATURE_SIZE = 8
@@ -39,26 +45,50 @@ class Finding:
     sentence: str
     examples: tuple[int, ...]
     """Indices of counterfactuals that show it best."""
+    lift: float | None = None
+    """How many times as far as the label an attribute moved, how many times as much as its size a region was edited;
+    None where there is nothing to compare with."""
+
+    @property
+    def notable(self) -> bool:
+        """Whether it occurs often, and more than its comparison explains."""
+        return self.rate.value >= NOTABLE and (self.lift is None or self.lift >= MUCH_MORE[self.kind])
 
 
 def attribute_findings(shifts: Mapping[str, np.ndarray], looked_at: str = "false counterfactuals") -> list[Finding]:
-    """By column, in how many edits it moved by at least half of a whole change; the most frequent first."""
-    found = []
+    """By column, in how many edits it moved by a fifth of a whole change or more; the farthest moved first.
+
+    A shift is read by a probe, which answers a little to every edit. The column "label" says how much that little is:
+    the real label of a false counterfactual is the one thing known not to have changed. It is no finding of its own; an
+    edit counts for another column only if that moved farther than the label, and for the label if it is the other way.
+    """
+    label = None if LABEL not in shifts else np.abs(shifts[LABEL])
+    found: list[tuple[float, Finding]] = []
     for column, shift in shifts.items():
-        moved = np.abs(shift) >= MOVED
-        if len(shift) == 0 or not moved.any():
+        far = np.abs(shift)
+        moved = far >= MOVED if label is None else (far >= MOVED) & (far > label)
+        if column == LABEL or not moved.any():
             continue
-        rate = Rate.of(int(moved.sum()), len(shift))
-        best = np.argsort(-np.abs(shift), kind="stable")[: min(EXAMPLES, int(moved.sum()))]
-        sentence = f"{_readable(column)} moved in {rate.value:.0%} of {len(shift)} {looked_at}."
-        found.append(Finding("attribute", column, rate, sentence, tuple(int(i) for i in best)))
-    return sorted(found, key=lambda finding: -finding.rate.value)
+        lead = far if label is None else far - label
+        rate, distance = Rate.of(int(moved.sum()), len(far)), float(far.mean())
+        best = np.argsort(-lead, kind="stable")[: min(EXAMPLES, int(moved.sum()))]
+        compared, lift = "", None
+        if label is not None:
+            compared = f", the label itself in {_percent(float(((label >= MOVED) & (label >= far)).mean()))}"
+            lift = distance / max(float(label.mean()), 1e-6)
+        sentence = f"{_readable(column)} moved in {_percent(rate.value)} of {len(far)} {looked_at}{compared}."
+        found.append((distance, Finding("attribute", column, rate, sentence, tuple(map(int, best)), lift)))
+    return [finding for _, finding in sorted(found, key=lambda pair: -pair[0])]
 
 
 def region_findings(
     edits: Tensor, regions: Mapping[str, Tensor], looked_at: str = "false counterfactuals"
 ) -> list[Finding]:
-    """By named region [N, 1, H, W] in [0, 1], in how many pictures the edit lies there to a tenth or more."""
+    """By named region [N, 1, H, W] in [0, 1], how much of the edits lies there; most for its size first.
+
+    A large region is edited often whatever the classifier looks at, so its share of the edits is compared with its
+    share of the picture. It has to hold a tenth of an edit for that edit to count in its rate.
+    """
     weight = edits.float()
     area = weight.sum((1, 2, 3)).clamp(min=1)
     found = []
@@ -67,14 +97,15 @@ def region_findings(
         touched = share >= TOUCHED
         if not bool(touched.any()):
             continue
-        rate = Rate.of(int(touched.sum()), len(touched))
+        rate, base = Rate.of(int(touched.sum()), len(touched)), float(region.float().mean())
+        lift = float(share.mean()) / max(base, 1e-6)
         best = share.argsort(descending=True, stable=True)[: min(EXAMPLES, int(touched.sum()))]
         sentence = (
-            f"{_readable(name)} was edited in {rate.value:.0%} of {len(touched)} {looked_at}; "
-            f"on average {share.mean():.0%} of the edited area lies there."
+            f"{_readable(name)}: {_percent(float(share.mean()))} of the edited area lies there, {lift:.1f} times its "
+            f"share of the picture ({_percent(base)}); touched in {_percent(rate.value)} of {len(touched)} {looked_at}."
         )
-        found.append(Finding("region", name, rate, sentence, tuple(best.tolist())))
-    return sorted(found, key=lambda finding: -finding.rate.value)
+        found.append(Finding("region", name, rate, sentence, tuple(best.tolist()), lift))
+    return sorted(found, key=lambda finding: -(finding.lift or 0.0))
 
 
 def signatures(x: Tensor, x_cf: Tensor) -> np.ndarray:
@@ -128,7 +159,7 @@ def cluster_findings(x: Tensor, x_cf: Tensor, seed: int = 0, looked_at: str = "f
         near = members[np.argsort(np.linalg.norm(points[members] - centre, axis=1), kind="stable")][:EXAMPLES]
         rate = Rate.of(len(members), len(points))
         where = place(torch.from_numpy(np.abs(points[members]).mean(0)))
-        sentence = f"{rate.value:.0%} of {len(points)} {looked_at} change the picture alike, mostly {where}."
+        sentence = f"{_percent(rate.value)} of {len(points)} {looked_at} change the picture alike, mostly {where}."
         found.append(Finding("cluster", f"group {name + 1}", rate, sentence, tuple(int(i) for i in near)))
     return found
 
@@ -146,13 +177,21 @@ def place(change: Tensor) -> str:
     return vertical + horizontal
 
 
-def headline(attributes: Sequence[Finding]) -> str | None:
-    """The two most frequent attributes in one sentence, as a person would say it."""
-    top = [finding for finding in attributes if finding.rate.value >= 0.3][:2]
-    if not top:
-        return None
-    names = " and ".join(_readable(finding.name) for finding in top)
-    return f"{names} moved in {min(finding.rate.value for finding in top):.0%} of false counterfactuals."
+def headline(findings: Sequence[Finding]) -> tuple[str, str] | None:
+    """(what the classifier leans on, the sentence that says how that is known), or None where nothing stands out.
+
+    Attributes come before regions: what moved says more than where. Of several, the one that moved farthest.
+    """
+    for kind in ("attribute", "region"):
+        for finding in findings:
+            if finding.kind == kind and finding.notable:
+                name = finding.name.replace("_", " ").strip()
+                return (name if kind == "attribute" else f"something in the region {name!r}"), finding.sentence
+    return None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _readable(column: str) -> str:

@@ -3,6 +3,7 @@
 Shapes: an image is [3, H, W] in [0, 1].
 """
 
+import io
 import warnings
 from pathlib import Path
 
@@ -31,25 +32,38 @@ def read_image(file: Path | str) -> Tensor:
         raise ImageError(f"{file} is empty.")
     if size > MAX_BYTES:
         raise ImageError(f"{file} has {size / 2**20:.0f} MiB; images may have at most {MAX_BYTES // 2**20}.")
+    return _decoded(file, str(file))
+
+
+def decode_image(content: bytes, name: str = "The image") -> Tensor:
+    """An image in memory, read as `read_image` reads a file."""
+    if not content:
+        raise ImageError(f"{name} is empty.")
+    if len(content) > MAX_BYTES:
+        raise ImageError(f"{name} has {len(content) / 2**20:.0f} MiB; images may have at most {MAX_BYTES // 2**20}.")
+    return _decoded(io.BytesIO(content), name)
+
+
+def _decoded(source: Path | io.BytesIO, name: str) -> Tensor:
     try:
         with warnings.catch_warnings():
             # Pillow's own bomb check is a warning; the limits below are ours and are errors.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(file, formats=FORMATS) as picture:
-                _check_header(picture, file)
+            with Image.open(source, formats=FORMATS) as picture:
+                _check_header(picture, name)
                 picture.load()
                 return _to_rgb(picture)
     except ImageError:
         raise
     except UnidentifiedImageError:
-        raise ImageError(f"{file} is not an image in one of the formats {', '.join(FORMATS)}.") from None
+        raise ImageError(f"{name} is not an image in one of the formats {', '.join(FORMATS)}.") from None
     except Image.DecompressionBombError:
-        raise ImageError(f"{file} has too many pixels; at most {MAX_PIXELS // 10**6} million are read.") from None
+        raise ImageError(f"{name} has too many pixels; at most {MAX_PIXELS // 10**6} million are read.") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise ImageError(f"{file} is cut short or damaged: {error}.") from None
+        raise ImageError(f"{name} is cut short or damaged: {error}.") from None
 
 
-def _check_header(picture: Image.Image, file: Path) -> None:
+def _check_header(picture: Image.Image, file: str) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise ImageError(f"{file} has {width}x{height} pixels; at most {MAX_PIXELS // 10**6} million are read.")

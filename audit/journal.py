@@ -11,7 +11,8 @@ from typing import Any
 
 from engine.errors import InputError
 
-FORMAT = 2
+FORMAT = 3
+"""3: the first counterfactual alone speaks for an image, and the teacher is known by its content."""
 
 
 class Journal:

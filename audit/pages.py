@@ -1,7 +1,9 @@
 """The report as one HTML file: no script, no external request, readable on a phone and on paper."""
 
+import html
+import re
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowra
 .row { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: .75rem; }
 figure { margin: 0; background: #fff; border: 1px solid var(--line); border-radius: 4px; padding: .5rem; }
 figure img { width: 100%; height: auto; image-rendering: pixelated; display: block; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 4px; } .banner + .banner { margin-top: 1rem; }
+.banner h2 { margin-top: 0; }
 svg { width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: 4px; }
 code { overflow-wrap: anywhere; font-size: .85rem; } details { margin: .5rem 0; }
 @media print { body { max-width: none; } figure { break-inside: avoid; } }
@@ -40,6 +44,7 @@ WORDS = {
     "out_of_distribution": "out of distribution",
     "None": "no judgement",
     "invalid": "not valid: the classifier or the evaluator was not flipped",
+    "later": "second ways, with the place of the first edit barred (not in the verdict)",
 }
 METRICS = {
     "flip_rate": "flip rate",
@@ -49,7 +54,22 @@ METRICS = {
     "sparsity": "sparsity",
     "hoyer": "sparsity (Hoyer)",
     "diversity": "diversity",
+    "later_false": "false of the valid second ones (not in the verdict)",
 }
+
+
+UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, marks that turn the direction of writing, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """Text of strangers, with a replacement character for what a page cannot show or should not obey."""
+    return UNSEEN.sub("\ufffd", text)
+
+
+def escape(text: str) -> str:
+    """Text of strangers as HTML, in an element or in a quoted attribute."""
+    return html.escape(printable(text), quote=True)
 
 
 def page(content: Mapping[str, Any], pictures: Pictures) -> str:
@@ -67,11 +87,7 @@ def page(content: Mapping[str, Any], pictures: Pictures) -> str:
         _metrics(content["metrics"]),
         _provenance(content),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Pfungst: {outcome}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+    return _document(f"Pfungst: {content['verdict']}", "".join(parts))
 
 
 def _direction(record: Mapping[str, Any]) -> str:
@@ -133,10 +149,10 @@ def _galleries(images: Sequence[Mapping[str, Any]], pictures: Pictures) -> str:
     """Examples of each judgement."""
     groups: dict[str, list[str]] = {}
     for image in images:
-        for one in image["counterfactuals"]:
+        for k, one in enumerate(image["counterfactuals"]):
             if one["name"] not in pictures:
                 continue
-            kind = str(one["judgement"]) if one["flipped"] and one["confirmed"] else "invalid"
+            kind = kind_of(one["flipped"] and one["confirmed"], str(one["judgement"]), k)
             caption = (
                 f"{escape(image['source'])} → {escape(image['target'])} ({one['target_probability']:.2f}), "
                 f"{one['area']:.0%} edited"
@@ -148,13 +164,18 @@ def _galleries(images: Sequence[Mapping[str, Any]], pictures: Pictures) -> str:
     )
 
 
+def kind_of(valid: bool, judgement: str, k: int) -> str:
+    """Under which of WORDS an image's k-th counterfactual is shown."""
+    return "later" if k else judgement if valid else "invalid"
+
+
 def _figure(name: str, pictures: Pictures, caption: str) -> str:
     x, x_cf = pictures[name]
     row = torch.stack([x, x_cf, heat_map(x[None], x_cf[None])[0]])
     zoom = max(1, 128 // x.shape[2])
     return (
         f'<figure><img src="{data_uri(sheet([row], zoom))}" alt="original, counterfactual and difference of '
-        f'{escape(name, quote=True)}"><figcaption>{caption}</figcaption></figure>'
+        f'{escape(name)}"><figcaption>{caption}</figcaption></figure>'
     )
 
 
@@ -201,3 +222,48 @@ def _percent(share: float) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+# A story of several audits ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One step of a story: what was done, what came of it, and where it can be read in full."""
+
+    title: str
+    text: str
+    verdict: str | None = None
+    facts: tuple[str, ...] = ()
+    link: str | None = None
+    """The chapter's own page, relative to the story's."""
+    pictures: tuple[tuple[str, str], ...] = ()
+    """(original, counterfactual) files, relative to the story's page."""
+
+
+def story(title: str, opening: str, chapters: Sequence[Chapter]) -> str:
+    """A page that tells several audits in their order; its pictures are files beside it."""
+    parts = [f'<h1>{escape(title)}</h1><p class="lead">{escape(opening)}</p>']
+    for number, chapter in enumerate(chapters, 1):
+        outcome = escape(chapter.verdict or "")
+        word = f'<div class="word">{outcome}</div>' if outcome else ""
+        link = f'<p><a href="{escape(chapter.link)}">the whole report</a></p>' if chapter.link else ""
+        shown = "".join(
+            f'<figure class="pair"><img src="{escape(a)}" alt="original">'
+            f'<img src="{escape(b)}" alt="counterfactual"></figure>'
+            for a, b in chapter.pictures
+        )
+        parts.append(
+            f'<section class="banner {outcome}"><h2>{number}. {escape(chapter.title)}</h2>{word}'
+            f'<p class="lead">{escape(chapter.text)}</p>{_list(chapter.facts)}<div class="row">{shown}</div>{link}'
+            "</section>"
+        )
+    return _document(title, "".join(parts))
+
+
+def _document(title: str, body: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
+    )

@@ -20,7 +20,7 @@ from audit.explain import Explainer
 from audit.findings import Finding, attribute_findings, cluster_findings, headline, region_findings
 from audit.junit import Case, write_junit
 from audit.metrics import Mean, diversity, flip_rate, hoyer_sparsity, mean_of, na, nafr, sparsity
-from audit.pages import page
+from audit.pages import kind_of, page, printable
 from audit.policy import Policy
 from audit.run import Audit, AuditedImage
 from audit.teachers import AttributeTeacher, Judgement, Pairs, Teacher
@@ -48,20 +48,15 @@ class Report:
     content: dict[str, Any]
     findings: tuple[Finding, ...]
     shown: tuple[tuple[AuditedImage, int], ...]
-    """The false counterfactuals that the findings' examples count."""
+    """The false first counterfactuals; findings' examples are indices of it."""
 
 
 def build(
     audit: Audit, explainer: Explainer, dataset: Dataset, teacher: Teacher, policy: Policy, names: Names
 ) -> Report:
     """Everything that report.json holds."""
-    false = [
-        (image, k)
-        for image in audit.images
-        for k, one in enumerate(image.counterfactuals)
-        if one.valid and one.judgement is Judgement.FALSE
-    ]
-    findings = _findings(audit, false, dataset, names)
+    false = [(image, 0) for image in audit.images if image.reliance == 1.0]
+    findings = _findings(audit, false, names)
     verdict = audit.verdict.report()
     content = {
         "format": FORMAT,
@@ -70,9 +65,13 @@ def build(
         "findings": [
             {**asdict(finding), "examples": [_name(false[i]) for i in finding.examples]} for finding in findings
         ],
-        "metrics": _metrics(audit, explainer, dataset),
+        "metrics": _metrics(audit, explainer),
         "prerequisites": asdict(audit.prerequisites),
-        "teacher": {"name": teacher.name, "accuracy": None if teacher.accuracy is None else asdict(teacher.accuracy)},
+        "teacher": {
+            "name": teacher.name,
+            "accuracy": None if teacher.accuracy is None else asdict(teacher.accuracy),
+            "content_hash": teacher.content_hash,
+        },
         "data": {
             "n": len(dataset),
             "labels": list(dataset.labels),
@@ -91,10 +90,10 @@ def build(
     return Report(_finite(content), tuple(findings), tuple(false))
 
 
-def write(report: Report, audit: Audit, dataset: Dataset) -> Path:
+def write(report: Report, audit: Audit) -> Path:
     """Writes all four files into the audit's folder, report.json last, and returns the path of the page."""
     out, content = audit.out, report.content
-    _replace(out / "report.html", page(report.content, _pictures(report, audit, dataset)))
+    _replace(out / "report.html", page(report.content, _pictures(report, audit)))
     _replace(out / "summary.md", markdown(content))
     write_junit(out / "junit.xml", "pfungst audit", junit_cases(content), {"verdict": content["verdict"]})
     _replace(out / "report.json", json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
@@ -137,10 +136,10 @@ def markdown(content: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _findings(audit: Audit, false: list[tuple[AuditedImage, int]], dataset: Dataset, names: Names) -> list[Finding]:
+def _findings(audit: Audit, false: list[tuple[AuditedImage, int]], names: Names) -> list[Finding]:
     if not false:
         return []
-    x, x_cf, edits = audit.pictures(false, dataset)
+    x, x_cf, edits = audit.pictures(false)
     rows = [image.row for image, _ in false]
     found: list[Finding] = []
     if names.attributes is not None:
@@ -152,28 +151,25 @@ def _findings(audit: Audit, false: list[tuple[AuditedImage, int]], dataset: Data
 
 def _headline(audit: Audit, findings: Sequence[Finding]) -> str:
     """The audit in one or two sentences."""
-    outcome = audit.verdict.outcome
-    said = headline([finding for finding in findings if finding.kind == "attribute"])
-    if said is None:
-        regions = [finding for finding in findings if finding.kind == "region"]
-        said = regions[0].sentence if regions else None
+    outcome, direction = audit.verdict.outcome, audit.verdict.worst_direction
+    said = headline(findings)
     if outcome is Outcome.FAIL:
-        opening = f"The classifier leans on something it should not ({audit.verdict.worst_direction})."
-        return f"{opening} {said}" if said else opening
+        shortcut, sentence = said or ("something it should not", "")
+        return f"The classifier leans on {shortcut} ({direction}). {sentence}".rstrip()
     if outcome is Outcome.PASS:
         return "No reliance on a spurious feature above the limit."
     return "The audit could not be decided."
 
 
-def _metrics(audit: Audit, explainer: Explainer, dataset: Dataset) -> dict[str, Any]:
-    """The metrics of the first counterfactuals, with intervals."""
+def _metrics(audit: Audit, explainer: Explainer) -> dict[str, Any]:
+    """The metrics of the first counterfactuals, with intervals; of later ones, how many are false."""
     if not audit.images:
         return {}
     first = [image.counterfactuals[0] for image in audit.images]
     flips, confirmed = [one.flipped for one in first], [one.confirmed for one in first]
     valid = [one.valid for one in first]
     chosen = [(image, k) for image in audit.images for k in range(len(image.counterfactuals))]
-    x, x_cf, _ = audit.pictures(chosen, dataset)
+    x, x_cf, _ = audit.pictures(chosen)
     with torch.no_grad():
         delta = torch.cat(
             [
@@ -193,6 +189,8 @@ def _metrics(audit: Audit, explainer: Explainer, dataset: Dataset) -> dict[str, 
     }
     if delta.shape[1] > 1:
         numbers["diversity"] = diversity(delta.numpy(), both).absolute
+        later = [one.judgement for image in audit.images for one in image.counterfactuals[1:] if one.valid]
+        numbers["later_false"] = Rate.of(later.count(Judgement.FALSE), len(later))
     return {
         "encoder": ENCODER,
         "area_median": float(np.median(areas)) if len(areas) else None,
@@ -200,19 +198,19 @@ def _metrics(audit: Audit, explainer: Explainer, dataset: Dataset) -> dict[str, 
     }
 
 
-def _pictures(report: Report, audit: Audit, dataset: Dataset) -> dict[str, tuple[Tensor, Tensor]]:
+def _pictures(report: Report, audit: Audit) -> dict[str, tuple[Tensor, Tensor]]:
     """(original, counterfactual) by name, of what the page shows: the findings' examples and some of each judgement."""
     wanted = {_name(report.shown[i]): report.shown[i] for finding in report.findings for i in finding.examples}
     by_judgement: dict[str, int] = {}
     for image in audit.images:
         for k, one in enumerate(image.counterfactuals):
-            kind = str(one.judgement) if one.valid else "invalid"
+            kind = kind_of(one.valid, str(one.judgement), k)
             if by_judgement.get(kind, 0) < 12:
                 by_judgement[kind] = by_judgement.get(kind, 0) + 1
                 wanted[one.name] = (image, k)
     if not wanted:
         return {}
-    x, x_cf, _ = audit.pictures(list(wanted.values()), dataset)
+    x, x_cf, _ = audit.pictures(list(wanted.values()))
     return {name: (a, b) for name, a, b in zip(wanted, x, x_cf, strict=True)}
 
 
@@ -238,10 +236,10 @@ def _percent(share: float | None) -> str:
 
 def _cell(text: str) -> str:
     """Text of strangers inside Markdown: no pipes, no markup, one line."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    return " ".join(printable(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def _replace(file: Path, text: str) -> None:
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="replace")  # half a character is no reason to lose a report
     partial.replace(file)

@@ -4,13 +4,19 @@ Every finished image is on the disk before the next batch begins: its pictures u
 among them, then its line in journal.jsonl. The verdict is a function of those lines, read in order, so an audit that
 was killed and started again says exactly what an undisturbed one says.
 
+An image's first counterfactual alone speaks for the verdict: it is the way the classifier takes when every way is open.
+A later one may not touch what an earlier one edited. Where the first was true, the label's own place is barred to the
+second, and whatever still flips the classifier there is false by construction: of an honest portraits classifier 1 in
+56 first counterfactuals was judged false, and 16 of 16 valid second ones. Later ones are pictures for people and for
+the debiasing set.
+
 Shapes: images [N, 3, H, W] in [0, 1], K counterfactuals per image.
 """
 
 import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,19 +81,21 @@ class AuditedImage:
         return direction_name(self.source, self.target)
 
     @property
+    def first(self) -> Counterfactual:
+        """The counterfactual that speaks for the image."""
+        return self.counterfactuals[0]
+
+    @property
     def flipped(self) -> bool:
-        """Whether any counterfactual is valid."""
-        return any(one.valid for one in self.counterfactuals)
+        """Whether the first counterfactual is valid."""
+        return self.first.valid
 
     @property
     def reliance(self) -> float | None:
-        """Share of the valid counterfactuals with a clear judgement that are false; None without any."""
-        clear = [
-            one.judgement
-            for one in self.counterfactuals
-            if one.valid and one.judgement in (Judgement.TRUE, Judgement.FALSE)
-        ]
-        return clear.count(Judgement.FALSE) / len(clear) if clear else None
+        """1 where the first counterfactual is valid and false, 0 where it is valid and true; None without either."""
+        if not self.first.valid or self.first.judgement not in (Judgement.TRUE, Judgement.FALSE):
+            return None
+        return float(self.first.judgement is Judgement.FALSE)
 
     def as_dict(self) -> dict[str, Any]:
         """For the journal and the report."""
@@ -118,9 +126,9 @@ class Audit:
     bad_files: str
     out: Path = field(compare=False)
 
-    def pictures(self, chosen: list[tuple[AuditedImage, int]], dataset: Dataset) -> tuple[Tensor, Tensor, Tensor]:
-        """(originals, counterfactuals, edits) of some counterfactuals, read back from the disk."""
-        x = dataset.images([image.row for image, _ in chosen])
+    def pictures(self, chosen: list[tuple[AuditedImage, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """(originals, counterfactuals, edits) of some counterfactuals, as the audit stored them."""
+        x = torch.stack([read_image(self.out / image.original) for image, _ in chosen])
         x_cf = torch.stack([read_image(self.out / image.counterfactuals[k].file) for image, k in chosen])
         masks = torch.stack([read_image(self.out / image.counterfactuals[k].mask)[:1] for image, k in chosen])
         return x, x_cf, masks > 0
@@ -159,6 +167,7 @@ def audit(
         "guide": explainer.surrogates.guide.weights_hash,
         "evaluator": explainer.surrogates.evaluator.weights_hash,
         "teacher": teacher.name,
+        "teacher_hash": teacher.content_hash,
         "policy": policy.digest,
         "seed": seed,
         "batch": batch,
@@ -171,6 +180,8 @@ def audit(
     resumed, start = len(done), time.perf_counter()
     known = {image.row for image in done}
     total = min(policy.max_images, len(dataset))
+    # A copy with the policy's patience; what turns out to be unreadable is noted in the caller's data set all the same.
+    dataset = replace(dataset, max_bad_share=policy.max_bad_files_share)
     rows = (row for row in dataset.order(seed) if row not in known)
     for part in _batches(explainer, dataset, rows, judge, batch):
         for image in _explain(explainer, dataset, teacher, part, out, seed, cancel):

@@ -1,5 +1,6 @@
 """Who judges an audit's counterfactuals, and with which words, given what the user has."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +38,14 @@ def choose_teacher(
         chosen.append(StoredTeacher.load(verdicts))
     if oracle is not None:
         chosen.append(_oracle(oracle, dataset, labels))
-    attributes = _attributes(prior, dataset, labels) if dataset.labels and len(labels) == 2 else None
+    attributes = None
+    if dataset.labels and len(labels) == 2:
+        try:
+            attributes = _attributes(prior, dataset, labels)
+        except InputError:
+            if not chosen:
+                raise
+            # Too few pictures to learn the label from: others judge, and findings do without words.
     if not chosen and attributes is not None:
         chosen.append(attributes)
     if not chosen:
@@ -56,7 +64,8 @@ def _oracle(source: Path | str, dataset: Dataset, labels: tuple[str, ...]) -> Or
             "labels in the same order are needed."
         )
     rows, x = _some(dataset, N_TESTED)
-    return OracleTeacher.tested(classifier.probabilities, x, torch.from_numpy(dataset.label_indices(labels)[rows]))
+    truth = torch.from_numpy(dataset.label_indices(labels)[rows])
+    return OracleTeacher.tested(classifier.probabilities, x, truth, content_hash=classifier.content_hash)
 
 
 def _attributes(prior: Prior, dataset: Dataset, labels: tuple[str, ...]) -> AttributeTeacher:
@@ -80,7 +89,10 @@ def attribute_teacher(prior: Prior, x: Tensor, label: Tensor, columns: dict[str,
             probes.append(fit_probe(name, latents, values))
         except InputError:
             continue  # too rare a value: findings do without this column
-    return AttributeTeacher(encode, fit_probe("label", latents, label), tuple(probes))
+    digest = hashlib.sha256(f"{prior.content_hash} {sorted(columns)}".encode())
+    for learned in (x, label, *(columns[name] for name in sorted(columns))):
+        digest.update(learned.contiguous().numpy().tobytes())
+    return AttributeTeacher(encode, fit_probe("label", latents, label), tuple(probes), content_hash=digest.hexdigest())
 
 
 def _encoder(prior: Prior) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ Every teacher states how often it is right about originals, for a verdict is no 
 Shapes: N counterfactuals, images [N, 3, H, W] in [0, 1], edits [N, 1, H, W] of bool, latents [N, D].
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,11 @@ class Teacher(Protocol):
         """How often it is right about originals; None where there is nothing to be right about."""
         ...
 
+    @property
+    def content_hash(self) -> str | None:
+        """What tells it from another teacher of the same name; None where nothing does."""
+        ...
+
     def __call__(self, pairs: Pairs) -> list[Judgement | None]:
         """One judgement per pair; None where this teacher has no opinion."""
         ...
@@ -80,14 +86,23 @@ class OracleTeacher:
     accuracy: Rate
     sure: float = SURE
     name: str = "oracle classifier"
+    content_hash: str | None = None
+    """The classifier's."""
 
     @classmethod
-    def tested(cls, probabilities: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> "OracleTeacher":
+    def tested(
+        cls,
+        probabilities: Callable[[Tensor], Tensor],
+        x: Tensor,
+        labels: Tensor,
+        *,
+        content_hash: str | None = None,
+    ) -> "OracleTeacher":
         """An oracle whose accuracy is measured on originals."""
         if probabilities(x[:1]).shape[1] <= int(labels.max()):
             raise InputError("The teacher knows fewer classes than the data set has labels.")
         right = int((probabilities(x).argmax(1) == labels).sum())
-        return cls(probabilities, Rate.of(right, len(labels)))
+        return cls(probabilities, Rate.of(right, len(labels)), content_hash=content_hash)
 
     def __call__(self, pairs: Pairs) -> list[Judgement | None]:
         """Judgements by the class that the oracle sees before and after."""
@@ -111,6 +126,8 @@ class RegionTeacher:
     inside: float = 0.5
     name: str = "label regions"
     accuracy: None = None
+    content_hash: str | None = None
+    """Of the masks, where whoever has them states it."""
 
     def __call__(self, pairs: Pairs) -> list[Judgement | None]:
         """Judgements by where the edits lie; none for an empty edit."""
@@ -158,6 +175,8 @@ class AttributeTeacher:
     label: Probe
     attributes: tuple[Probe, ...]
     name: str = "attribute columns"
+    content_hash: str | None = None
+    """Of what the probes learned from. Their weights differ in the last digits from one thread count to another."""
 
     @property
     def accuracy(self) -> Rate:
@@ -221,6 +240,11 @@ class StoredTeacher:
     name: str = "stored verdicts"
     accuracy: None = None
 
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the verdicts, whatever their order."""
+        return _digest(sorted((name, str(verdict)) for name, verdict in self.verdicts.items()))
+
     @classmethod
     def load(cls, file: Path | str) -> "StoredTeacher":
         """Verdicts of a JSON file: {counterfactual's name: "true" | "false" | "out_of_distribution"}."""
@@ -262,10 +286,19 @@ class MajorityTeacher:
         stated = [teacher.accuracy for teacher in self.teachers if teacher.accuracy is not None]
         return min(stated, key=lambda rate: rate.value) if stated else None
 
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the members' names and hashes."""
+        return _digest([(teacher.name, teacher.content_hash) for teacher in self.teachers])
+
     def __call__(self, pairs: Pairs) -> list[Judgement | None]:
         """The majority's judgement of each pair."""
         opinions = [teacher(pairs) for teacher in self.teachers]
         return [_majority([opinion[n] for opinion in opinions]) for n in range(len(pairs))]
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _majority(opinions: Sequence[Judgement | None]) -> Judgement | None:

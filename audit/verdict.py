@@ -1,10 +1,11 @@
 """From audited images to PASS, FAIL or INCONCLUSIVE, at any time, with error probabilities that hold.
 
 The unit is the audited image: its K counterfactuals are not independent, its neighbours in a random order are. The
-*reliance* of an image is the share of its valid counterfactuals that the teacher judges false: the classifier changed
-its mind, the real class did not. An image without a judged valid counterfactual has no reliance; it counts for the flip
-rate only. Each direction (source → target) has a confidence sequence of its mean reliance, and a limit: the policy's,
-or a higher one while an accepted finding lasts.
+*reliance* of an image is 1 where its first counterfactual is valid and the teacher judges it false: the classifier
+changed its mind, the real class did not (audit.run says why the first alone). Any number in [0, 1] is taken. An image
+without a judged valid counterfactual has no reliance; it counts for the flip rate only. Each direction (source →
+target) has a confidence sequence of its mean reliance, and a limit: the policy's, or a higher one while an accepted
+finding lasts.
 
 FAIL  some direction's lower bound lies above its limit.
 PASS  every direction's upper bound lies at or below its limit.
@@ -222,8 +223,7 @@ class Judge:
     def observe(self, direction: str, reliance: float | None, flipped: bool) -> None:
         """One more audited image, in random order.
 
-        `flipped` says whether any counterfactual of it flips the classifier; `reliance` is None where no valid
-        counterfactual got a verdict.
+        `flipped` says whether its counterfactual is valid; `reliance` is None where it is not, or got no verdict.
         """
         if direction not in self._directions:
             known = ", ".join(self._directions)

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,15 @@ from engine.guidance import (
     normalise_per_sample,
     proximity_gradient,
 )
+from engine.harmonise import harmonise
 from engine.masks import composite, exclusion, frozen, grown, phase_one, psi, soft_edit, to_latent, to_pixels
+from engine.path import Path
 from engine.prior import Prior, content_hash
 from engine.prune import SHARES, part, ranks, relevance, smallest
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.settings import Settings
 
 REGION_RIM = 3
 """Pixels by which the region of a second pass reaches beyond the first edit, so that it can find a clean border."""
@@ -92,7 +96,7 @@ class CounterfactualSet:
     logits: Tensor  # [K, classes] of f
     source_logits: Tensor  # [classes] of f at x0
     seed: int
-    recipe: Recipe
+    recipe: Settings  # a Recipe, or the settings of another method
     factors: tuple[float, ...]  # the escalation factor that each counterfactual was kept from
     hashes: dict[str, str]  # of the prior, the classifier, the guide, the recipe and the image
     costs: tuple[Cost, ...]  # one per counterfactual
@@ -132,6 +136,25 @@ class Originals:
         if recipe.mask_reference == "reconstruction" and self.reconstruction is not None:
             return self.reconstruction
         return self.x0
+
+
+@runtime_checkable
+class WalkingRuntime(Runtime, Protocol):
+    """A runtime that makes a whole pass by itself and comes to the same end as `trajectory`."""
+
+    def trajectory(
+        self,
+        originals: Originals,
+        eps: Tensor,
+        m_excl: Tensor,
+        recipe: Recipe,
+        *,
+        factor: float = 1.0,
+        margin: float | None = None,
+        watch: Callable[[int], None] = lambda step: None,
+    ) -> Trajectory:
+        """One pass of Algorithm 1."""
+        ...
 
 
 def counterfactuals(
@@ -248,7 +271,7 @@ def trajectory(
     reference = originals.reference(recipe)
     size = (z0.shape[-2], z0.shape[-1])
     last = path.length - 1
-    masked_from = math.ceil(recipe.mask_start * path.length)
+    masked_from = first_masked(path, recipe)
     z = path.noise(z0, eps, 0)
     kept = to_latent(1.0 - m_excl, size, recipe.downsampling)
     rows = torch.arange(len(z), device=z.device)  # samples that are still guided
@@ -266,13 +289,9 @@ def trajectory(
             gradient, x_hat, logits = runtime.guidance(z_hat[rows], y[rows])
             guided_steps[rows] += 1
             state = z_hat[rows] if recipe.proximity == "estimate" else z[rows]
-            g = factor * recipe.beta * shaped(gradient, recipe)
-            g = g + proximity_gradient(state, z0[rows], recipe.lambda1, recipe.lambda2)
-            eta = recipe.eta * path.sigma(i) if recipe.guidance_schedule == "sigma" else recipe.eta
-            push = eta * g
+            push = pushed(gradient, state, z0[rows], path.sigma(i), factor * recipe.beta, recipe)
             if i >= masked_from:
-                m = phase_one(psi(reference[rows], x_hat, recipe.blur), recipe.tau)
-                kept[rows] = to_latent(frozen(m, m_excl[rows]), size, recipe.downsampling)
+                kept[rows] = kept_cells(reference[rows], x_hat, m_excl[rows], size, recipe)
             if margin is None:
                 z = z.index_add(0, rows, -push)
             else:
@@ -282,6 +301,27 @@ def trajectory(
         clean = recipe.paste == "clean" or i == last
         z = torch.where(kept > 0, z0 if clean else path.noise(z0, eps, i + 1), z)
     return Trajectory(z, kept, guided_steps)
+
+
+def first_masked(path: Path, recipe: Recipe) -> int:
+    """The step at which Phase I begins."""
+    return math.ceil(recipe.mask_start * path.length)
+
+
+def pushed(
+    gradient: Tensor, state: Tensor, z0: Tensor, sigma: Tensor, weight: float | Tensor, recipe: Recipe
+) -> Tensor:
+    """eta·(weight·g_smooth + ∇ proximity): what the update takes away from z; `weight` is the factor times beta."""
+    g = weight * shaped(gradient, recipe)
+    g = g + proximity_gradient(state, z0, recipe.lambda1, recipe.lambda2)
+    eta = recipe.eta * sigma if recipe.guidance_schedule == "sigma" else recipe.eta
+    return eta * g
+
+
+def kept_cells(reference: Tensor, x_hat: Tensor, m_excl: Tensor, size: tuple[int, int], recipe: Recipe) -> Tensor:
+    """Latent cells that both phases keep, by the decoded estimate."""
+    m = phase_one(psi(reference, x_hat, recipe.blur), recipe.tau)
+    return to_latent(frozen(m, m_excl), size, recipe.downsampling)
 
 
 def finish(
@@ -373,13 +413,19 @@ def _escalate(
             region = editable[hit] * grown(tried.soft[hit] > 0, REGION_RIM).to(editable.dtype)
             again = _try(runtime, f, guide, some.pick(hit), eps[rows][hit], region, recipe, factor, margin, watch)
             tried.replace(hit, again, convincing(again.logits, query(guide, again.x_cf), some.y[hit], recipe))
+        if recipe.harmonise and bool(tried.flipped.any()):
+            _harmonise(runtime, f, guide, some, eps[rows], editable, recipe, tried, watch)
         x_cf, soft, logits, flipped = tried.x_cf, tried.soft, tried.logits, tried.flipped
         scores = lead(logits, some.y)
         seconds = (time.perf_counter() - start) / len(rows)
         spent = [
-            Cost(1, runtime.path.length * passes, steps + passes, steps, asked, seconds)
-            for passes, steps, asked in zip(
-                tried.passes.tolist(), tried.guided_steps.tolist(), tried.queries.tolist(), strict=True
+            Cost(1, calls, steps + decodes, steps, asked, seconds)
+            for calls, decodes, steps, asked in zip(
+                tried.network_calls.tolist(),
+                tried.decodes.tolist(),
+                tried.guided_steps.tolist(),
+                tried.queries.tolist(),
+                strict=True,
             )
         ]
         if best is None:
@@ -409,11 +455,12 @@ class _Try:
     flipped: Tensor  # [B] bool
     guided_steps: Tensor  # [B]
     queries: Tensor  # [B]
-    passes: Tensor  # [B]
+    network_calls: Tensor  # [B]
+    decodes: Tensor  # [B] besides those of guided steps
 
     def replace(self, rows: Tensor, other: "_Try", better: Tensor) -> None:
         """Takes over another try of some samples where it is better; its cost counts in any case."""
-        for name in ("guided_steps", "queries", "passes"):
+        for name in ("guided_steps", "queries", "network_calls", "decodes"):
             getattr(self, name)[rows] += getattr(other, name)
         taken = rows[better]
         for name in ("x_cf", "soft", "logits", "flipped"):
@@ -433,7 +480,8 @@ def _try(
     watch: Callable[[int], None],
 ) -> _Try:
     """One pass of Algorithm 1 and, where it flipped, the pruning of its edit."""
-    end = trajectory(runtime, originals, eps, m_excl, recipe, factor=factor, margin=margin, watch=watch)
+    walk = runtime.trajectory if isinstance(runtime, WalkingRuntime) else partial(trajectory, runtime)
+    end = walk(originals, eps, m_excl, recipe, factor=factor, margin=margin, watch=watch)
     x_cf, soft = finish(runtime, originals, end, m_excl, recipe)
     logits = query(f, x_cf)
     flipped = logits.argmax(dim=1) == originals.y
@@ -442,7 +490,8 @@ def _try(
         hit = flipped.nonzero()[:, 0]
         x_cf[hit], soft[hit], logits[hit], asked = _prune(f, guide, originals.pick(hit), x_cf[hit], soft[hit], recipe)
         queries[hit] += asked
-    return _Try(x_cf, soft, logits, flipped, end.guided_steps, queries, torch.ones_like(queries))
+    calls = torch.full_like(queries, runtime.path.length)
+    return _Try(x_cf, soft, logits, flipped, end.guided_steps, queries, calls, torch.ones_like(queries))
 
 
 def convincing(logits: Tensor, guide_logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
@@ -453,6 +502,43 @@ def convincing(logits: Tensor, guide_logits: Tensor, y: Tensor, recipe: Recipe) 
     margin = recipe.margin or 0.0
     flipped = logits.argmax(dim=1) == y
     return flipped & (lead(logits, y) >= margin) & (lead(guide_logits, y) >= margin)
+
+
+def _harmonise(
+    runtime: Runtime,
+    f: Model,
+    guide: Model,
+    originals: Originals,
+    eps: Tensor,
+    m_excl: Tensor,
+    recipe: Recipe,
+    tried: _Try,
+    watch: Callable[[int], None],
+) -> None:
+    """Walks the flipped counterfactuals of a try back onto the prior."""
+    hit = tried.flipped.nonzero()[:, 0]
+    some = originals.pick(hit)
+
+    def convinces(x: Tensor, rows: Tensor) -> Tensor:
+        return convincing(query(f, x), query(guide, x), some.y[rows], recipe)
+
+    done = harmonise(
+        runtime,
+        some.x0,
+        some.z0,
+        tried.x_cf[hit],
+        tried.soft[hit],
+        m_excl[hit],
+        eps[hit],
+        recipe.harmonise,
+        recipe.feather,
+        convinces,
+        watch,
+    )
+    tried.x_cf[hit], tried.soft[hit], tried.logits[hit] = done.x_cf, done.soft, query(f, done.x_cf)
+    tried.queries[hit] += done.walks + 1
+    tried.decodes[hit] += done.walks
+    tried.network_calls[hit] += done.network_calls
 
 
 def _prune(

@@ -25,9 +25,12 @@ def gaussian_blur(x: Tensor, sigma: float) -> Tensor:
     radius = math.ceil(3 * sigma)
     offsets = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
     kernel = torch.exp(-0.5 * (offsets / sigma) ** 2)
-    kernel = (kernel / kernel.sum()).reshape(1, 1, 1, -1)
-    x = F.conv2d(F.pad(x, (radius, radius, 0, 0), mode="replicate"), kernel)
-    return F.conv2d(F.pad(x, (0, 0, radius, radius), mode="replicate"), kernel.transpose(2, 3))
+    weights = (kernel / kernel.sum()).unbind()
+    # Sums of shifted pictures: a convolution's rounding depends on how many samples it is given.
+    wide = F.pad(x, (radius, radius, 0, 0), mode="replicate")
+    x = sum((w * wide[..., i : i + x.shape[-1]] for i, w in enumerate(weights)), torch.zeros_like(x))
+    tall = F.pad(x, (0, 0, radius, radius), mode="replicate")
+    return sum((w * tall[..., i : i + x.shape[-2], :] for i, w in enumerate(weights)), torch.zeros_like(x))
 
 
 def psi(x0: Tensor, x: Tensor, sigma: float) -> Tensor:

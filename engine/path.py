@@ -49,11 +49,6 @@ class Path(ABC):
         """z_t = a_t·z_0 + b_t·eps at level i."""
         return self.a[i] * z0 + self.b[i] * eps
 
-    @property
-    @abstractmethod
-    def clock(self) -> Tensor | None:
-        """At each level, the variable in which a step is z' = output, or None where the output is no derivative."""
-
     @abstractmethod
     def estimate(self, z: Tensor, out: Tensor, i: int) -> Tensor:
         """The one-step estimate of z_0 from the state z and the network's output at step i."""
@@ -85,11 +80,6 @@ class RectifiedFlow(Path):
         else:
             scheduler.set_timesteps(steps)
         return cls(scheduler.sigmas[first:].float(), scheduler.timesteps[first:].float())
-
-    @property
-    def clock(self) -> Tensor:
-        """sigma: dz/dsigma = v."""
-        return self.b
 
     def estimate(self, z: Tensor, out: Tensor, i: int) -> Tensor:
         """z_hat = z_t - sigma_t·v."""
@@ -134,11 +124,6 @@ class Diffusion(Path):
         alphas_bar = torch.cat([scheduler.alphas_cumprod[timesteps], scheduler.final_alpha_cumprod.reshape(1)])
         clip_range = float(scheduler.config.clip_sample_range) if scheduler.config.clip_sample else None
         return cls(alphas_bar.float(), timesteps, scheduler.config.prediction_type, clip_range)
-
-    @property
-    def clock(self) -> Tensor | None:
-        """b_t / a_t: d(z/a)/d(b/a) = eps."""
-        return self.b / self.a if self.prediction == "epsilon" else None
 
     def estimate(self, z: Tensor, out: Tensor, i: int) -> Tensor:
         """z_hat = (z_t - b_t·eps) / a_t, the same quantity for other predictions; clipped as the config says."""

@@ -1,15 +1,11 @@
 """The settings of SCE-LITE-HQ as one frozen record; it holds no run state."""
 
-import hashlib
-import json
-import pathlib
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from engine.errors import RecipeError
-from engine.settings import wrong_setting
+from engine.settings import Settings
 
 GradientName = Literal[
     "surrogate",
@@ -22,12 +18,11 @@ GradientName = Literal[
     "path_gradient",
 ]
 Positive = Annotated[float, Field(gt=0)]
+NoiseShare = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Recipe(BaseModel):
+class Recipe(Settings):
     """Every setting of a counterfactual run; the defaults are the readings this project has chosen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # The walk through the generator.
     steps: int = Field(15, ge=1, le=1000, description="length of the full schedule")
@@ -68,6 +63,9 @@ class Recipe(BaseModel):
     )
     prune: bool = Field(False, description="give back what the flip does not need; the paper does not")
     second_pass: bool = Field(False, description="walk again inside the edit alone and keep that if it flips too")
+    harmonise: tuple[NoiseShare, ...] = Field(
+        (), max_length=16, description="noise levels, the largest first, from which a flipped edit is walked unguided"
+    )
 
     # Tries and diversity.
     escalation: tuple[Positive, ...] = Field((1.0, 1.5, 2.25), min_length=1, max_length=16)
@@ -80,10 +78,8 @@ class Recipe(BaseModel):
     checkpoint: bool = Field(False, description="recompute the decoder's activations in its backward pass")
 
     def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            raise RecipeError(wrong_setting(error, "recipe", Recipe)) from None
+        # Type checkers do not see defaults that Field takes by position, and would ask for every setting.
+        super().__init__(**settings)
 
     @field_validator("escalation")
     @classmethod
@@ -92,31 +88,14 @@ class Recipe(BaseModel):
             raise ValueError("should grow from try to try")
         return escalation
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the settings, independent of their order."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    @field_validator("harmonise")
+    @classmethod
+    def _falls(cls, strengths: tuple[float, ...]) -> tuple[float, ...]:
+        if any(late >= early for early, late in pairwise(strengths)):
+            raise ValueError("should fall from try to try")
+        return strengths
 
     @property
     def needs_reconstruction(self) -> bool:
         """Whether D(E(x0)) has to be decoded once per image."""
         return self.mask_reference == "reconstruction" or self.composite == "difference"
-
-    def changed(self, **settings: Any) -> "Recipe":
-        """The same recipe with some settings replaced, validated again."""
-        return Recipe(**{**self.model_dump(), **settings})
-
-    def save(self, file: pathlib.Path | str) -> None:
-        """The recipe is written as JSON."""
-        pathlib.Path(file).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, file: pathlib.Path | str) -> "Recipe":
-        """The recipe stored in a JSON file."""
-        try:
-            settings = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise RecipeError(f"The recipe {file} cannot be read as JSON: {error}.") from None
-        if not isinstance(settings, dict):
-            raise RecipeError(f"The recipe {file} has to hold one JSON object.")
-        return cls(**settings)

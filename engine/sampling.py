@@ -3,8 +3,9 @@
 Shapes: N images [N, 3, H, W] in [0, 1]; latents [B, C, h, w].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,20 +13,34 @@ from engine.path import Path
 from engine.prior import Prior
 
 
-def walk(prior: Prior, path: Path, z: Tensor, order: int = 1) -> Tensor:
-    """The end of the deterministic path that starts at state z.
+def walk(prior: Prior, path: Path, z: Tensor) -> Tensor:
+    """The end of the deterministic path that starts at state z, by the scheduler's own steps."""
+    for i in range(path.length):
+        z = path.step(z, prior.predict(z, path.timesteps[i]), i)
+    return z
 
-    Order 1 is the scheduler's own step. Order 2 extrapolates the network's output to the middle of each step from the
-    output before (Adams-Bashforth), for the same number of network calls; it needs a path that has a clock.
+
+def wander(prior: Prior, path: Path, z: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """The end of a random path with the same distribution at every level, one generator per sample.
+
+    Each step forgets part of the state and draws fresh noise for it, so that a network's errors at high noise are made
+    good further down; a deterministic walk would carry them along. In h, the growth of log(a/b) over a step, the
+    process is solved exactly for an estimate z_hat that grows as it did over the step before.
     """
-    clock = path.clock if order == 2 else None
+    growth = (path.a / path.b).log().diff()  # infinite where a level is pure noise or pure data
     before: Tensor | None = None
     for i in range(path.length):
-        out = prior.predict(z, path.timesteps[i])
-        ahead = out
-        if clock is not None and before is not None:
-            ahead = out + 0.5 * (clock[i + 1] - clock[i]) / (clock[i] - clock[i - 1]) * (out - before)
-        z, before = path.step(z, ahead, i), out
+        z_hat = path.estimate(z, prior.predict(z, path.timesteps[i]), i)
+        ahead = z_hat
+        last = bool(path.b[i + 1] == 0)
+        if before is not None and not last:
+            ahead = z_hat + 0.5 * growth[i] / growth[i - 1] * (z_hat - before)
+        if last:
+            return z_hat
+        fresh = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators]).to(z.device, z.dtype)
+        forgotten = 1 - torch.exp(-2 * growth[i])
+        z = path.b[i + 1] / path.b[i] * torch.exp(-growth[i]) * z + path.a[i + 1] * forgotten * ahead
+        z, before = z + path.b[i + 1] * forgotten.sqrt() * fresh, z_hat
     return z
 
 
@@ -42,16 +57,21 @@ def generate(
     size: int,
     seed: int,
     steps: int = 40,
-    order: int = 2,
     batch: int = 50,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Unconditional samples: the path walked from pure noise. `progress` is told (samples done, n)."""
+    """Unconditional samples: random paths from pure noise. `progress` is told (samples done, n).
+
+    The i-th sample is a function of (seed, i), however many are asked for.
+    """
     path = prior.path(steps, 1.0, size, size)
-    noise = torch.randn(n, *prior.latent_shape(size, size), generator=torch.Generator().manual_seed(seed))
+    shape = prior.latent_shape(size, size)
     images: list[Tensor] = []
-    for z in noise.split(batch):
-        images.append(prior.decode(walk(prior, path, z, order)).clamp(0, 1))
+    for start in range(0, n, batch):
+        rows = range(start, min(start + batch, n))
+        generators = [torch.Generator().manual_seed(_sample_seed(seed, row)) for row in rows]
+        z = torch.stack([torch.randn(shape, generator=g) for g in generators])
+        images.append(prior.decode(wander(prior, path, z, generators)).clamp(0, 1))
         if progress is not None:
             progress(sum(map(len, images)), n)
     return torch.cat(images)
@@ -67,3 +87,8 @@ def image_to_image(prior: Prior, images: Tensor, steps: int, strength: float, se
     for x, eps in zip(images.split(batch), noise.split(batch), strict=True):
         ends.append(prior.decode(walk(prior, path, path.noise(prior.encode(x), eps, 0))).clamp(0, 1))
     return torch.cat(ends)
+
+
+def _sample_seed(seed: int, row: int) -> int:
+    """One noise seed per seed and row."""
+    return int(np.random.SeedSequence([seed, row]).generate_state(1)[0])

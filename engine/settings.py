@@ -1,6 +1,51 @@
-"""Records of settings: what is wrong with one, in one sentence."""
+"""Records of settings: checked, hashed, stored as JSON; and what is wrong with one, in one sentence."""
 
-from pydantic import BaseModel, ValidationError
+import hashlib
+import json
+import pathlib
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from engine.errors import RecipeError
+
+
+class Settings(BaseModel):
+    """The frozen settings of a method; they hold no run state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    owner: ClassVar[str] = "recipe"
+    """What error messages call the record."""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise RecipeError(wrong_setting(error, self.owner, type(self))) from None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the settings, independent of their order."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+    def changed(self, **settings: Any) -> Self:
+        """The same record with some settings replaced, validated again."""
+        return type(self)(**{**self.model_dump(), **settings})
+
+    def save(self, file: pathlib.Path | str) -> None:
+        """The settings are written as JSON."""
+        pathlib.Path(file).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: pathlib.Path | str) -> Self:
+        """The settings stored in a JSON file."""
+        try:
+            settings = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RecipeError(f"The {cls.owner} {file} cannot be read as JSON: {error}.") from None
+        if not isinstance(settings, dict):
+            raise RecipeError(f"The {cls.owner} {file} has to hold one JSON object.")
+        return cls(**settings)
 
 
 def wrong_setting(error: ValidationError, owner: str, model: type[BaseModel]) -> str:

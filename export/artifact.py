@@ -20,7 +20,8 @@ from engine.errors import InputError
 from engine.guidance import Model
 from engine.prior import Prior
 from engine.recipe import Recipe
-from engine.runtime.onnx_runtime import GRAPHS, GraphFile, Manifest, OnnxRuntime, Source, open_session
+from engine.runtime.artifact_folder import GRAPHS, GraphFile, Manifest, Source
+from engine.runtime.onnx_runtime import OnnxRuntime, open_session
 from export.graphs import Contract, contracts, traced, write_graph
 from export.manifest import graph_file, replaced_folder, write_manifest
 from export.parity import (

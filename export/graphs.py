@@ -15,7 +15,6 @@ gradients.
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +30,11 @@ from engine.errors import RecipeError
 from engine.guidance import Model, classification_loss, frozen_model
 from engine.prior import Prior
 from engine.recipe import Recipe
-from engine.runtime.onnx_runtime import DTYPES, Port, check_gradient, network_of
+from engine.runtime.artifact_folder import DTYPES, Port, check_gradient, network_of
 from export.rules import UnsupportedOperator
 from export.trace import trace
+from export.translate import translate
 
-OPSET = 20
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FORBIDDEN = frozenset(
     {
@@ -166,7 +165,13 @@ def traced(contract: Contract, batch: int | None) -> GraphModule:
 
 def write_graph(contract: Contract, graph: GraphModule, file: Path, batch: int | None) -> None:
     """The ONNX file of a traced graph, checked; large weights lie beside it in FILE.data."""
-    program = _to_onnx(contract, graph, batch)
+    program = translate(
+        graph,
+        contract.examples(batch or 2, seed=0),
+        [batch is None and None in port.shape for port in contract.inputs],
+        [port.name for port in contract.inputs],
+        [port.name for port in contract.outputs],
+    )
     steps_in_one_operator(program.model)
     _strip(program.model)
     size = sum(tensor.nbytes for tensor in graph.buffers()) + sum(tensor.nbytes for tensor in graph.parameters())
@@ -185,31 +190,6 @@ def check_graph(file: Path) -> None:
         raise UnsupportedOperator(
             f"The graph {file.name} holds {names}, which not every engine runs; change that layer."
         )
-
-
-def _to_onnx(contract: Contract, graph: GraphModule, batch: int | None) -> Any:
-    names: dict[str, Any] = {
-        "input_names": [port.name for port in contract.inputs],
-        "output_names": [port.name for port in contract.outputs],
-    }
-    axis = torch.export.Dim("batch", min=1, max=4096)
-    shapes = tuple({0: axis} if batch is None and None in port.shape else {} for port in contract.inputs)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        try:
-            return torch.onnx.export(
-                graph,
-                contract.examples(batch or 2, seed=0),
-                dynamo=True,
-                opset_version=OPSET,
-                dynamic_shapes=shapes,
-                verbose=False,
-                optimize=True,
-                **names,
-            )
-        except torch.onnx.OnnxExporterError as error:
-            reason = " ".join(str(error.__cause__ or error).split())[:300]
-            raise UnsupportedOperator(f"The graph {contract.name} cannot be written as ONNX: {reason}") from error
 
 
 def steps_in_one_operator(model: Any) -> None:

@@ -1,7 +1,7 @@
 """The manifest of an exported folder: content hashes, contract, sources, versions and parity figures.
 
-The folder's form and its checks at load time belong to the engine (engine.runtime.onnx_runtime), which knows no other
-room; what is written here is what is read there.
+The folder's form and its checks at load time belong to the engine (engine.runtime.artifact_folder), which knows no
+other room; what is written here is what is read there.
 """
 
 import hashlib
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InputError
-from engine.runtime.onnx_runtime import FORMAT, MANIFEST, GraphFile, Manifest, Source, read_graph, read_manifest
-from export.graphs import OPSET, Contract
+from engine.runtime.artifact_folder import FORMAT, MANIFEST, GraphFile, Manifest, Source, read_graph, read_manifest
+from export.graphs import Contract
+from export.translate import OPSET
 
 RECORDED = ("torch", "onnx", "onnxscript", "onnxruntime", "diffusers", "transformers")
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,22 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import InputError, PfungstError
-from engine.guidance import Model
 from engine.loop import Originals, check_targets, counterfactuals, draw_noise, query, trajectory
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
-from engine.runtime.onnx_runtime import Manifest, OnnxRuntime
+from engine.runtime.artifact_folder import Manifest
+from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import generate
-from engine.surrogate import GUIDE, distil
+from engine.surrogate import GUIDE, Agreement, distil
 from export import rtx
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced
 from export.parity import compare_graph, eager_runtime, fresh_inputs, second_classes
 
 ROOT = Path(__file__).parent.parent
-N_PICTURES = 384
+N_PICTURES = 256
 PICTURE_SEED = 700_002
 BATCH = 8
 
@@ -96,69 +96,96 @@ def find(name: str) -> tuple[Path, Path, Path | None]:
     return folder, classifier, recipe
 
 
-def prove(name: str, rounds: int = 5, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Everything this module promises, as one JSON object."""
+@dataclass(frozen=True)
+class Subject:
+    """What is exported and timed: a prior with its recipe, a classifier, its guide, and pictures [B, 3, H, W]."""
+
+    prior: Prior
+    f: nn.Module
+    guide: nn.Module
+    agreement: Agreement | None
+    recipe: Recipe
+    x0: Tensor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W)."""
+        return self.x0.shape[2], self.x0.shape[3]
+
+
+def open_subject(name: str, progress: Callable[[str], None] = lambda what: None) -> Subject:
+    """Loads the models of a name; pictures are samples of the prior, and the guide is distilled on some of them."""
     folder, classifier, settings = find(name)
     prior, f = load_prior(folder), Student(classifier)
     recipe = Recipe() if settings is None else Recipe.load(settings)
-    size = prior.image_size or 64
     progress("drawing pictures")
-    pictures = generate(prior, N_PICTURES + BATCH, size, seed=PICTURE_SEED)
-    x0 = pictures[:BATCH]
+    pictures = generate(prior, N_PICTURES + BATCH, prior.image_size or 64, seed=PICTURE_SEED)
     progress("distilling the guide")
     guide = distil(lambda images: f(images).softmax(dim=1), pictures[BATCH:], GUIDE)
+    return Subject(prior, f, guide.network, guide.agreement, recipe, pictures[:BATCH])
+
+
+def prove(name: str, rounds: int = 5, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+    """Everything this module promises, as one JSON object."""
+    subject = open_subject(name, progress)
     manifests: dict[str, Manifest] = {}
     builds: dict[str, dict[str, bool | str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for precision in ("fp32", "fp16"):
             out = Path(scratch) / precision
             manifests[precision] = write_artifact(
-                prior,
-                guide,
-                recipe,
+                subject.prior,
+                subject.guide,
+                subject.recipe,
                 out,
-                size=(size, size),
+                size=subject.size,
                 batches=Batches.parse(f"1-{BATCH}"),
                 precision=precision,
-                classifier=f,
-                pictures=x0,
+                classifier=subject.f,
+                pictures=subject.x0,
                 progress=lambda what, done, total, precision=precision: progress(f"{precision}: {what}"),  # type: ignore[misc]
             )
             progress(f"{precision}: TensorRT-RTX")
-            built = _built(out, manifests[precision])
-            for graph, outcome in built.items():
+            for graph, outcome in _built(out, manifests[precision]).items():
                 builds.setdefault(graph, {})[precision] = outcome
         progress("timing")
-        rounded = _rounded_cosine(prior, guide.network, recipe, size, manifests["fp16"].cotangent_scale)
-        seconds, whole = _timed(prior, f, guide.network, recipe, x0, Path(scratch) / "fp32", rounds)
+        rounded = _rounded_cosine(subject, manifests["fp16"].cotangent_scale)
+        runtimes = _runtimes(subject, Path(scratch) / "fp32")
+        seconds = take_turns(_one_pass(subject), runtimes, rounds)
+        pair = {kind: runtimes[kind] for kind in ("eager", "onnxruntime")}
+        whole = take_turns(_whole_run(subject), pair, max(1, rounds // 2), warm_up=0)
+        step = _seconds_of_a_step(subject, runtimes)
     loops = {precision: manifest.parity["loop"] for precision, manifest in manifests.items()}
     return {
         "prior": name,
-        "ort_over_eager": _ratio(seconds, "onnxruntime", "eager"),
-        "ort_over_two_decodes": _ratio(seconds, "onnxruntime", "two_decodes"),
-        "run_over_eager": _ratio(whole, "onnxruntime", "eager"),
+        "ort_over_eager": ratio(seconds, "onnxruntime", "eager"),
+        "ort_over_two_decodes": ratio(seconds, "onnxruntime", "two_decodes"),
+        "run_over_eager": ratio(whole, "onnxruntime", "eager"),
         "flips_identical": loops["fp32"]["flips_identical"],
         "graphs": _figures(manifests),
         "fp16_cosine_every_operator_rounded": rounded,
         "rtx_builds": builds,
         "loop": loops,
         "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
+        "milliseconds_of_a_step": step,
         "rounds": rounds,
-        "batch": BATCH,
-        "guide_agreement": asdict(guide.agreement),
-        "recipe": recipe.digest,
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "batch": len(subject.x0),
+        "guide_agreement": None if subject.agreement is None else asdict(subject.agreement),
+        "recipe": subject.recipe.digest,
+        "machine": {"processor": processor(), "threads": torch.get_num_threads()},
         "versions": {package: version(package) for package in ("torch", "onnxruntime", "onnx", "diffusers")},
     }
 
 
-def _rounded_cosine(prior: Prior, guide: nn.Module, recipe: Recipe, size: int, scale: float) -> float:
+def _rounded_cosine(subject: Subject, scale: float) -> float:
     """The gradient's cosine when torch runs the fp16 graph and rounds after every operator, as a GPU would.
 
     ONNX Runtime on the CPU computes much of an fp16 graph in float32, which flatters it.
     """
-    half, full = (contracts(prior, guide, recipe, size, size, precision)["guidance"] for precision in ("fp16", "fp32"))
-    return compare_graph(half, traced(half, 2), full, 2, scale, fresh_inputs(prior, 2, size, size))["gradient"].cosine
+    models = (subject.prior, subject.guide, subject.recipe, *subject.size)
+    half, full = (contracts(*models, precision)["guidance"] for precision in ("fp16", "fp32"))
+    fresh = fresh_inputs(subject.prior, 2, *subject.size)
+    return compare_graph(half, traced(half, 2), full, 2, scale, fresh)["gradient"].cosine
 
 
 def _built(folder: Path, manifest: Manifest) -> dict[str, bool | str]:
@@ -185,51 +212,94 @@ def _figures(manifests: dict[str, Manifest]) -> dict[str, dict[str, float]]:
     return figures
 
 
-def _timed(
-    prior: Prior, f: Model, guide: nn.Module, recipe: Recipe, x0: Tensor, folder: Path, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of one pass of the loop without early stop, and of a whole run; runtimes take turns in every round."""
-    size = (x0.shape[2], x0.shape[3])
-    eager = eager_runtime(prior, f, guide, recipe, *size)
-    runtimes: dict[str, Runtime] = {
+def _runtimes(subject: Subject, folder: Path) -> dict[str, Runtime]:
+    eager = eager_runtime(subject.prior, subject.f, subject.guide, subject.recipe, *subject.size)
+    return {
         "eager": eager,
-        "two_decodes": TwoDecodes(prior, eager.path, eager.source),
-        "onnxruntime": OnnxRuntime(folder, prior, guide, recipe),
+        "two_decodes": TwoDecodes(subject.prior, eager.path, eager.source),
+        "onnxruntime": OnnxRuntime(folder, subject.prior, subject.guide, subject.recipe),
     }
+
+
+def start_of(subject: Subject) -> tuple[Originals, Tensor]:
+    """(originals, eps) of a pass over the subject's pictures, each towards its second class."""
+    x0, recipe = subject.x0, subject.recipe
     with torch.no_grad():
-        logits = query(f, x0)
-        targets = second_classes(logits)
-        z0 = prior.encode(x0)
-        rebuilt = prior.decode(z0).clamp(0.0, 1.0) if recipe.needs_reconstruction else None
-    originals = Originals(x0, z0, check_targets(targets, logits), rebuilt)
-    eps = draw_noise(range(len(x0)), 1, z0)[:, 0]
-    everywhere = torch.ones_like(x0[:, :1])
+        logits = query(subject.f, x0)
+        z0 = subject.prior.encode(x0)
+        rebuilt = subject.prior.decode(z0).clamp(0.0, 1.0) if recipe.needs_reconstruction else None
+    originals = Originals(x0, z0, check_targets(second_classes(logits), logits), rebuilt)
+    return originals, draw_noise(range(len(x0)), 1, z0)[:, 0]
 
-    def one_pass(runtime: Runtime) -> None:
+
+def _one_pass(subject: Subject) -> Callable[[Runtime], None]:
+    """One pass of the loop without early stop, so that every runtime has the same work."""
+    originals, eps = start_of(subject)
+    everywhere = torch.ones_like(subject.x0[:, :1])
+
+    def work(runtime: Runtime) -> None:
         with torch.no_grad():
-            trajectory(runtime, originals, eps, everywhere, recipe, margin=None)
+            trajectory(runtime, originals, eps, everywhere, subject.recipe, margin=None)
 
-    def whole_run(runtime: Runtime) -> None:
-        counterfactuals(prior, f, guide, x0, targets, recipe, runtime=runtime)
-
-    return _take_turns(one_pass, runtimes, rounds), _take_turns(whole_run, runtimes, max(1, rounds // 2))
+    return work
 
 
-def _take_turns(work: Callable[[Runtime], None], runtimes: dict[str, Runtime], rounds: int) -> dict[str, list[float]]:
-    """Seconds of `work` on each runtime, in turns after a first round that does not count."""
+def _whole_run(subject: Subject) -> Callable[[Runtime], None]:
+    """All counterfactuals of the recipe, with escalation, early stop and pruning."""
+    targets = start_of(subject)[0].y
+
+    def work(runtime: Runtime) -> None:
+        counterfactuals(subject.prior, subject.f, subject.guide, subject.x0, targets, subject.recipe, runtime=runtime)
+
+    return work
+
+
+def _seconds_of_a_step(subject: Subject, runtimes: dict[str, Runtime]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step's two calls on each runtime; what a pass takes beyond them is the same for all."""
+    originals, eps = start_of(subject)
+
+    def velocity(runtime: Runtime) -> None:
+        runtime.velocity(eps, 0)
+
+    def guidance(runtime: Runtime) -> None:
+        runtime.guidance(originals.z0, originals.y)
+
+    return {
+        kind: {
+            "velocity": 1e3 * statistics.median(take_turns(velocity, {kind: runtime}, 9)[kind]),
+            "guidance": 1e3 * statistics.median(take_turns(guidance, {kind: runtime}, 9)[kind]),
+        }
+        for kind, runtime in runtimes.items()
+    }
+
+
+def take_turns(
+    work: Callable[[Runtime], None], runtimes: dict[str, Runtime], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of `work` on each runtime, in turns; rounds to warm up do not count."""
     seconds: dict[str, list[float]] = {kind: [] for kind in runtimes}
-    for turn in range(rounds + 1):
+    for turn in range(rounds + warm_up):
         for kind, runtime in runtimes.items():
             start = time.perf_counter()
             work(runtime)
-            if turn:
+            if turn >= warm_up:
                 seconds[kind].append(time.perf_counter() - start)
     return seconds
 
 
-def _ratio(seconds: dict[str, list[float]], fast: str, slow: str) -> float:
+def ratio(seconds: dict[str, list[float]], fast: str, slow: str) -> float:
     """The median over rounds of the ratio within a round, which a change of the machine's pace hardly moves."""
     return statistics.median(a / b for a, b in zip(seconds[fast], seconds[slow], strict=True))
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

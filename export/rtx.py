@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InputError, ModelError
-from engine.runtime.onnx_runtime import GraphFile
+from engine.runtime.artifact_folder import GraphFile
 
 CAPABILITIES = ("SM80", "SM89", "SM120")
 MODULE = "tensorrt_rtx_bindings"
@@ -18,9 +18,9 @@ MODULE = "tensorrt_rtx_bindings"
 
 @dataclass(frozen=True)
 class Build:
-    """One engine that was built, or why not."""
+    """One engine that was built for some compute capabilities, or why not."""
 
-    capability: str
+    capabilities: tuple[str, ...]
     bytes: int
     error: str | None = None
 
@@ -34,28 +34,34 @@ def available() -> bool:
     return True
 
 
-def build(file: Path, graph: GraphFile | None, capability: str) -> Build:
-    """Parses and builds an ONNX file for one compute capability; `graph` gives the batches of a free batch axis."""
+def build(file: Path, graph: GraphFile | None, capabilities: Sequence[str] = CAPABILITIES) -> Build:
+    """Parses an ONNX file and builds one engine with kernels for every capability.
+
+    `graph` gives the batches of a free batch axis.
+    """
     trt = _tensorrt()
-    if capability not in trt.ComputeCapability.__members__:
-        raise InputError(f"TensorRT-RTX knows no {capability}; choose from {', '.join(CAPABILITIES)}.")
+    asked = tuple(capabilities)
+    for capability in asked:
+        if capability not in trt.ComputeCapability.__members__:
+            raise InputError(f"TensorRT-RTX knows no {capability}; choose from {', '.join(CAPABILITIES)}.")
     messages: list[str] = []
     builder = trt.Builder(_logger(trt, messages))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(file)):
         errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
-        return Build(capability, 0, "; ".join(errors) or "the parser refused the graph without a reason")
+        return Build(asked, 0, "; ".join(errors) or "the parser refused the graph without a reason")
     config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.__members__[capability], 0)
+    config.num_compute_capabilities = len(asked)
+    for place, capability in enumerate(asked):
+        config.set_compute_capability(trt.ComputeCapability.__members__[capability], place)
     profile = _profile(builder, network, 8 if graph is None else graph.largest_batch)
     if profile is not None:
         config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        return Build(capability, 0, messages[-1] if messages else "the builder gave no engine and no reason")
-    return Build(capability, int(engine.nbytes))
+        return Build(asked, 0, messages[-1] if messages else "the builder gave no engine and no reason")
+    return Build(asked, int(engine.nbytes))
 
 
 def build_all(
@@ -64,9 +70,8 @@ def build_all(
     """Graph by graph: true if every file builds for every capability, else the first error."""
     outcome: dict[str, bool | str] = {}
     for name, files in graphs.items():
-        builds = [build(folder / graph.file, graph, capability) for graph in files for capability in capabilities]
-        failed = [f"{one.capability}: {one.error}" for one in builds if one.error is not None]
-        outcome[name] = failed[0] if failed else True
+        errors = [build(folder / graph.file, graph, capabilities).error for graph in files]
+        outcome[name] = next((error for error in errors if error is not None), True)
     return outcome
 
 

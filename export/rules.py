@@ -30,7 +30,6 @@ BORROWED = (
     aten.gelu_backward,
     aten.elu_backward,
     aten.mish_backward,
-    aten.leaky_relu_backward,
     aten.hardtanh_backward,
     aten.hardswish_backward,
     aten.hardsigmoid_backward,
@@ -302,9 +301,22 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     return aten._softmax(x.float(), dim, False).to(dtype or x.dtype)
 
 
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    """max(x, 0) + log(1 + exp(-|beta·x|)) / beta: nothing can overflow, and every part of it is a fast operator.
+
+    ONNX's Softplus runs element by element on a CPU, at eight times the cost.
+    """
+    return torch.relu(x) + torch.log1p(torch.exp(x.abs() * -float(beta))) * (1.0 / float(beta))
+
+
 def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
     """g·sigmoid(beta·x): beyond the threshold it rounds to g anyway, and nothing can overflow."""
     return grad * torch.sigmoid(x * beta)
+
+
+def leaky_relu_backward(grad: Tensor, x: Tensor, slope: float, is_result: bool) -> Tensor:
+    """g·(slope + (1 - slope)·1[x > 0]); the sign of the result is the sign of x."""
+    return grad * ((x > 0).to(grad.dtype) * (1.0 - slope) + slope)
 
 
 def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
@@ -332,6 +344,11 @@ def nll_loss_backward(
 ) -> Tensor:
     """-g at the target's place."""
     return -_one_hot(y, log_p) * grad[:, None]
+
+
+def rsub(x: Tensor, other: float, alpha: float = 1) -> Tensor:
+    """other - alpha·x, as torchlib knows it: the derivatives of tanh and sigmoid are written with it."""
+    return aten.add.Scalar(aten.neg(x) if alpha == 1 else aten.mul.Scalar(x, -alpha), other)
 
 
 def slice_backward(grad: Tensor, sizes: Pair, dim: int, start: int, end: int, step: int) -> Tensor:
@@ -421,10 +438,13 @@ RULES: dict[Any, Rule] = {
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._softmax.default: softmax,
     aten._safe_softmax.default: safe_softmax,
+    aten.softplus.default: softplus,
     aten.softplus_backward.default: softplus_backward,
+    aten.leaky_relu_backward.default: leaky_relu_backward,
     aten.threshold_backward.default: threshold_backward,
     aten.nll_loss_forward.default: nll_loss_forward,
     aten.nll_loss_backward.default: nll_loss_backward,
+    aten.rsub.Scalar: rsub,
     aten.slice_backward.default: slice_backward,
     aten.select_backward.default: select_backward,
     **resize_rules(aten.upsample_bilinear2d.default, aten.upsample_bilinear2d_backward.default),

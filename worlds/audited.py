@@ -21,7 +21,8 @@ def audited(world: World, prior: Prior, n: int, seed: int) -> tuple[Dataset, Tea
     """n unpoisoned pictures of a world, its oracle as teacher, and its factors and parts as names."""
     data = world.sample(n, seed)
     taught, tested = world.sample(N_TAUGHT, seed + 1), world.sample(N_TESTED, seed + 2)
-    teacher = OracleTeacher.tested(open_classifier(world, "oracle").probabilities, tested.images, tested.labels)
+    oracle = open_classifier(world, "oracle")
+    teacher = OracleTeacher.tested(oracle.probabilities, tested.images, tested.labels, content_hash=oracle.content_hash)
     columns = {world.confounder_name: taught.confounders}
     attributes = attribute_teacher(prior, taught.images, taught.labels, columns)
     groups = {"confounder": [world.confounders[value] for value in data.confounders.tolist()]}

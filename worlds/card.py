@@ -43,7 +43,7 @@ Label: {world.labels[0]} or {world.labels[1]} ({world.label_region}). Confounder
 ![pictures, reconstructions, samples](overview.png)
 
 Rows 1–2: pictures of the world. Rows 3–4: the same through the autoencoder. Rows 5–6: samples of the prior (40
-second-order steps, null conditioning).
+random second-order steps, null conditioning).
 
 ## Prior
 

@@ -8,7 +8,6 @@ Whether a repaired classifier may be deployed is for `pfungst audit` to say; cfk
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +17,9 @@ from service.commands.explain import add_prior_arguments
 from service.exit_code import ExitCode
 
 if TYPE_CHECKING:
-    from audit.cfkd import FinishedAudit, TestData
+    from audit.cfkd import FinishedAudit
     from audit.classifier import HuggingFaceClassifier
-    from audit.finetune import Labelled
-
-N_TEST = 2_000
-N_ORIGINALS = 8_000
-TEST_SEED = 900_001
-ORDINARY_SEED = 900_051
+    from service.cases import RepairCase
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -138,49 +132,19 @@ def _say(content: dict[str, Any]) -> None:
         print(f"  {note}")
 
 
-@dataclass(frozen=True)
-class RepairCase:
-    """The classifier that is repaired, and the data for it."""
-
-    classifier: HuggingFaceClassifier
-    source: Path
-    originals: Labelled
-    ordinary: Labelled
-    test: TestData
-
-
 def _world_case(args: argparse.Namespace) -> RepairCase:
-    """An embedded classifier with its own training data, and fresh pictures of its world to test on."""
-    from audit.cfkd import TestData
-    from audit.finetune import Labelled
-    from worlds import WORLDS
-    from worlds.classifiers import RECIPES
-    from worlds.store import WEIGHTS, open_classifier
+    """The repair that --world and --model name."""
+    from service.cases import embedded_repair
 
     refuse_with_world(args, "train_data", "train_split", "test_data", "test_split", "group_column")
-    world = WORLDS[args.world]
-    recipe = RECIPES[world.name][args.model]
-    learned = world.poisoned(recipe.images, recipe.seed, recipe.rho)
-    ordinary = world.poisoned(N_TEST, ORDINARY_SEED, recipe.rho)
-    test = world.sample(N_TEST, TEST_SEED)
-    return RepairCase(
-        classifier=open_classifier(world, args.model),
-        source=WEIGHTS / world.name / args.model,
-        originals=Labelled.of(learned.images, learned.labels),
-        ordinary=Labelled.of(ordinary.images, ordinary.labels),
-        test=TestData(Labelled.of(test.images, test.labels), test.confounders, world.confounders),
-    )
+    return embedded_repair(args.world, args.model)
 
 
 def _given_case(args: argparse.Namespace, audit: FinishedAudit) -> RepairCase:
-    """A classifier and data sets of the user's, read at the size of the audit's pictures.
-
-    Where originals and counterfactuals came at different sizes, sharpness would tell them apart.
-    """
-    from audit.cfkd import TestData, ordinary_split
-    from audit.classifier import load_classifier
-    from audit.dataset import open_dataset
+    """The repair that --classifier, --train-data and --test-data name."""
     from audit.images import read_image
+    from service.cases import given_repair
+    from service.configuration import DatasetSource
 
     for name in ("train_data", "test_data", "group_column"):
         if getattr(args, name) is None:
@@ -189,16 +153,14 @@ def _given_case(args: argparse.Namespace, audit: FinishedAudit) -> RepairCase:
         raise InputError(
             "To audit the repaired classifier, --data has to name the data set that was audited; or say --no-reaudit."
         )
-    source = Path(args.classifier)
-    if not source.is_dir():
-        raise InputError(f"{source} is no Hugging Face folder; only such a classifier can be repaired.")
-    classifier = load_classifier(source)
-    size = read_image(audit.picture(audit.images[0].original)).shape[-1]
-    train = open_dataset(args.train_data, size=size, split=args.train_split, label_column=args.label_column)
-    test = open_dataset(args.test_data, size=size, split=args.test_split, label_column=args.label_column)
-    originals, ordinary = ordinary_split(train, classifier.labels, N_ORIGINALS, args.seed)
-    tested = TestData.of(test, classifier.labels, args.group_column, N_TEST)
-    return RepairCase(classifier, source, originals, ordinary, tested)
+    return given_repair(
+        Path(args.classifier),
+        DatasetSource(path=args.train_data, split=args.train_split, label_column=args.label_column),
+        DatasetSource(path=args.test_data, split=args.test_split, label_column=args.label_column),
+        args.group_column,
+        size=int(read_image(audit.picture(audit.images[0].original)).shape[-1]),
+        seed=args.seed,
+    )
 
 
 class _Reaudit:
@@ -210,9 +172,9 @@ class _Reaudit:
 
         # A person's verdicts are of the first audit's counterfactuals; these are others of the same names.
         args.verdicts = None
-        self.case = embedded_case(args) if args.world else given_case(args)
-        self.cache, self.first = args.cache, audit
         self.policy, self.recipe = Policy(**audit.report["policy"]), Recipe(**audit.report["recipe"])
+        self.case = embedded_case(args) if args.world else given_case(args, self.policy)
+        self.cache, self.first = args.cache, audit
         for name, now in (("data", self.case.dataset.content_hash), ("prior", self.case.source.prior.content_hash)):
             if audit.hashes[name] != now:
                 raise InputError(f"The {name} to audit with again is not that of the audit in {audit.folder}.")
@@ -239,4 +201,4 @@ class _Reaudit:
                 batch=hashes["batch"],
                 progress=watch,
             )
-        write(build(found, explainer, case.dataset, case.teacher, self.policy, case.names), found, case.dataset)
+        write(build(found, explainer, case.dataset, case.teacher, self.policy, case.names), found)

@@ -1,4 +1,4 @@
-"""`pfungst demo` runs the main job on the embedded worlds, offline, and says where the page is."""
+"""`pfungst demo` finds a classifier that cheats, passes its honest twin and cures the cheat; offline, in minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.exit_code import ExitCode
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the arguments of `pfungst demo`."""
-    parser = subparsers.add_parser("demo", help="run the main job on the embedded worlds and write a page")
+    parser = subparsers.add_parser("demo", help="audit, repair and audit again on the embedded portraits")
     parser.add_argument(
         "--out",
         type=Path,
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.out.is_dir():
         raise InputError(f"--out {args.out} is a file; name a folder.")
 
-    from worlds.demo import main
+    from service.demonstration import main
 
     print(f"Open {main(args.out).resolve()}")
     return ExitCode.PASS

@@ -19,6 +19,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--target", metavar="NAME", help="class to reach (default: the second most probable)")
     parser.add_argument("--k", type=int, default=2, help="counterfactuals, disjoint in their edits (default: 2)")
     add_prior_arguments(parser)
+    add_runtime_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same pictures (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("out/explain"), metavar="DIR", help="default: %(default)s")
     parser.set_defaults(run=run)
@@ -48,6 +49,17 @@ def add_prior_arguments(
     )
 
 
+def add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what runs the networks."""
+    parser.add_argument(
+        "--runtime",
+        choices=("auto", "torch", "onnx", "onnx-cuda", "tensorrt"),
+        default="auto",
+        help="what runs the networks (default: the fastest that is proven on this machine)",
+    )
+    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="graphs that pfungst export wrote")
+
+
 def run(args: argparse.Namespace) -> int:
     """Explains `args.image` and prints where the picture is."""
     if args.out.exists() and not args.out.is_dir():
@@ -57,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
     from audit.images import read_image, to_square
     from audit.sources import open_classifier
     from engine.memory import byte_count, plan_memory
+    from engine.runtime.choice import RuntimeChoice, check_choice
     from service.progress import distilling, guiding
     from service.sources import AUTO, closest_embedded, open_source
 
     budget = None if args.max_memory is None else byte_count(args.max_memory)
+    check_choice(args.runtime, args.artifacts)
     classifier = open_classifier(args.classifier)
     image = read_image(args.image)
     name = closest_embedded(image) if args.prior == AUTO else args.prior
@@ -73,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         plan_memory(source.prior, recipe, (source.size, source.size), 1, budget, f=classifier)
     with distilling() as report:
         surrogates = distil_pair(classifier, source.pictures(args.data), args.cache, progress=report)
-    explainer = Explainer(source.prior, classifier, surrogates, recipe, budget)
+    runtime = RuntimeChoice(args.runtime, source.prior, classifier, surrogates.guide, artifacts=args.artifacts)
+    explainer = Explainer(source.prior, classifier, surrogates, recipe, budget, runtime)
     plan = explainer.plan(image[None])
     with guiding() as watch:
         found = explainer(image[None], [target], plan=plan, progress=watch)[0]

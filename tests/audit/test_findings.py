@@ -7,33 +7,69 @@ import torch
 from audit.findings import attribute_findings, cluster, cluster_findings, headline, region_findings, silhouette
 
 
-def test_attributes_are_counted_and_said_in_words() -> None:
+def test_attributes_are_counted_and_said_in_words_beside_the_label() -> None:
     shifts = {
-        "Blond_Hair": np.array([0.1, 0.0, 0.2, -0.1]),
-        "beard": np.array([0.9, 0.6, -0.7, 0.2]),
-        "short hair": np.array([0.8, 0.9, 0.1, 0.0]),
+        "label": np.array([0.1, 0.0, 0.6, -0.1]),
+        "no_Beard": np.array([0.9, 0.3, -0.5, 0.1]),
+        "short hair": np.array([0.2, 0.5, 0.1, 0.0]),
     }
     found = attribute_findings(shifts)
-    assert [finding.name for finding in found] == ["beard", "short hair"]
-    assert found[0].rate.value == 0.75
-    assert found[0].sentence == "Beard moved in 75% of 4 false counterfactuals."
-    assert found[0].examples == (0, 2, 1)
-    assert headline(found) == "Beard and Short hair moved in 50% of false counterfactuals."
-    assert headline([]) is None
+    assert [finding.name for finding in found] == ["no_Beard", "short hair"]
+    assert found[0].rate.value == 0.5  # in the third edit the label moved farther, in the fourth nothing moved
+    assert found[0].sentence == "No Beard moved in 50 % of 4 false counterfactuals, the label itself in 25 %."
+    assert found[0].examples == (0, 1)
+    assert found[0].lift == pytest.approx(1.8 / 0.8)
+    assert headline(found) == ("no Beard", found[0].sentence)
+
+
+def test_attributes_without_a_label_to_compare_with_are_counted_alone() -> None:
+    (found,) = attribute_findings({"beard": np.array([0.9, 0.6, -0.7, 0.1])})
+    assert found.sentence == "Beard moved in 75 % of 4 false counterfactuals."
+    assert found.examples == (0, 2, 1)
+    assert found.lift is None
+    assert found.notable
     assert attribute_findings({"beard": np.array([])}) == []
+    assert headline([]) is None
 
 
-def test_regions_are_measured_by_the_edit_s_area() -> None:
+def test_what_moves_with_the_label_is_no_headline() -> None:
+    found = attribute_findings({"label": np.array([0.5, 0.6]), "smile": np.array([0.6, 0.7])})
+    assert [finding.name for finding in found] == ["smile"]
+    assert headline(found) is None
+
+
+def region(rows: slice, n: int = 2) -> torch.Tensor:
+    mask = torch.zeros(n, 1, 8, 8)
+    mask[:, :, rows] = 1
+    return mask
+
+
+def test_regions_are_measured_by_the_edit_s_area_and_against_their_size() -> None:
     edits = torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     edits[0, :, :4] = True
     edits[1, :, 6:] = True
-    upper = torch.zeros(2, 1, 8, 8)
-    upper[:, :, :4] = 1
-    found = region_findings(edits, {"hair": upper, "nowhere": torch.zeros(2, 1, 8, 8)})
-    assert [finding.name for finding in found] == ["hair"]
-    assert found[0].rate.value == 0.5
-    assert found[0].examples == (0,)
-    assert "on average 50% of the edited area" in found[0].sentence
+    found = region_findings(
+        edits, {"skin": region(slice(0, 6)), "chin": region(slice(6, 8)), "nowhere": region(slice(0))}
+    )
+    assert [finding.name for finding in found] == ["chin", "skin"]
+    assert [finding.rate.value for finding in found] == [0.5, 0.5]
+    assert [finding.lift for finding in found] == [pytest.approx(0.5 / 0.25), pytest.approx(0.5 / 0.75)]
+    assert found[0].examples == (1,)
+    assert found[0].sentence == (
+        "Chin: 50 % of the edited area lies there, 2.0 times its share of the picture (25 %); touched in 50 % of 2 "
+        "false counterfactuals."
+    )
+
+
+def test_the_headline_prefers_what_moved_to_where_and_leaves_large_regions_out() -> None:
+    edits = region(slice(4, 8)) > 0
+    regions = region_findings(edits, {"everything": region(slice(0, 8)), "lower half": region(slice(4, 8))})
+    assert headline(regions) == ("something in the region 'lower half'", regions[0].sentence)
+    assert headline(region_findings(edits, {"everything": region(slice(0, 8))})) is None
+    attributes = attribute_findings({"label": np.array([0.0, 0.1]), "hat": np.array([0.0, 0.9])})
+    said = headline([*regions, *attributes])
+    assert said is not None
+    assert said[0] == "hat"
 
 
 def test_alike_edits_lie_together_whatever_their_strength() -> None:

@@ -1,5 +1,6 @@
 """Nothing that was finished is lost, and nothing of another audit is taken over."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_torn_line_is_cut_off_and_the_next_one_stands_alone(tmp_path: Path) ->
 
 
 def test_a_header_that_was_torn_starts_anew(tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").write_bytes(b'{"format": 2, "class')
+    (tmp_path / "journal.jsonl").write_bytes(b'{"format": 3, "class')
     journal = Journal(tmp_path / "journal.jsonl", IDENTITY)
     journal.append({"row": 1})
     assert Journal(journal.file, IDENTITY).records == [{"row": 1}]
@@ -42,6 +43,12 @@ def test_another_audit_s_journal_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"another audit \(different: recipe\)"):
         Journal(journal.file, {**IDENTITY, "recipe": "c"})
     assert Journal(journal.file, IDENTITY).records == [{"row": 1}]
+
+
+def test_a_journal_of_an_older_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text(json.dumps({"format": 2, **IDENTITY}) + "\n")
+    with pytest.raises(InputError, match=r"another audit \(different: format\)"):
+        Journal(tmp_path / "journal.jsonl", IDENTITY)
 
 
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -17,9 +17,9 @@ from audit.images import read_image
 from audit.policy import Policy
 from audit.report import Names, build, write
 from audit.run import Audit, AuditedImage, audit
-from audit.teachers import OracleTeacher
+from audit.teachers import Judgement, OracleTeacher
 from audit.verdict import Outcome
-from engine.errors import Cancelled, InputError
+from engine.errors import Cancelled, ImageError, InputError
 from engine.loop import Cost, CounterfactualSet
 from engine.rate import Rate
 from engine.recipe import Recipe
@@ -165,6 +165,78 @@ def test_an_audit_s_folder_holds_the_originals_beside_their_counterfactuals(tmp_
     assert AuditedImage.of(json.loads(json.dumps(found.images[0].as_dict()))) == found.images[0]
 
 
+class SmearingExplainer(StubExplainer):
+    """Second counterfactuals that turn the other half over as well: barred from the first edit, they destroy."""
+
+    def _one(self, x: Tensor, target: int, seed: int) -> CounterfactualSet:
+        found = super()._one(x, target, seed)
+        second = found.images[0].clone()
+        second[:, : SIZE // 2] = x[:, : SIZE // 2]
+        return replace(found, images=torch.stack([found.images[0], second]), flipped=(found.flipped[0], True))
+
+
+def test_the_first_counterfactual_alone_speaks_for_an_image(tmp_path: Path) -> None:
+    plain, smeared = go(tmp_path / "plain", StubExplainer(False)), go(tmp_path / "smeared", SmearingExplainer(False))
+    assert {image.counterfactuals[1].judgement for image in smeared.images} == {Judgement.FALSE}
+    assert smeared.verdict == plain.verdict
+    assert smeared.verdict.outcome is Outcome.PASS
+    content = reported(tmp_path / "report", hans=False, explainer=SmearingExplainer(False))
+    assert content["findings"] == []
+    assert content["metrics"]["later_false"]["value"] == 1.0
+
+
+def test_pictures_are_those_that_were_stored_wherever_the_data_went(tmp_path: Path) -> None:
+    found = go(tmp_path, StubExplainer(True))
+    x, x_cf, edits = found.pictures([(found.images[0], 0), (found.images[1], 1)])
+    for n, image in enumerate(found.images[:2]):
+        assert torch.equal(x[n], read_image(tmp_path / image.original))
+    assert torch.equal(x[:, :, : SIZE // 2], x_cf[:, :, : SIZE // 2])
+    assert bool(edits[:, :, SIZE // 2 :].all())
+    assert not bool(edits[:, :, : SIZE // 2].any())
+
+
+def test_another_teacher_of_the_same_name_is_another_audit(tmp_path: Path) -> None:
+    stub = cast(Explainer, StubExplainer(True))
+    first, second = (replace(oracle(), content_hash=name) for name in ("first", "second"))
+    found = audit(stub, pictures(), first, POLICY, tmp_path, batch=4, today=TODAY)
+    assert found.identity["teacher_hash"] == "first"
+    with pytest.raises(InputError, match=r"another audit \(different: teacher_hash\)"):
+        audit(stub, pictures(), second, POLICY, tmp_path, batch=4, today=TODAY)
+
+
+@dataclass(frozen=True)
+class Torn:
+    """Pictures of which one in ten cannot be read."""
+
+    inner: Any
+
+    def read(self, name: str) -> Tensor:
+        if int(name) % 10 == 0:
+            raise ImageError(f"{name} is cut short.")
+        read: Tensor = self.inner.read(name)
+        return read
+
+    def fingerprint(self, name: str) -> str:
+        return name
+
+
+def test_the_policy_says_how_many_files_may_be_unreadable(tmp_path: Path) -> None:
+    def torn() -> Dataset:
+        whole = pictures()
+        return replace(whole, pictures=Torn(whole.pictures))
+
+    stub = cast(Explainer, StubExplainer(False))
+    strict, patient = (POLICY.model_copy(update={"max_bad_files_share": share}) for share in (0.05, 0.2))
+    with pytest.raises(InputError, match="more than the allowed 5%"):
+        audit(stub, torn(), oracle(), strict, tmp_path / "strict", batch=4, today=TODAY)
+    data = torn()
+    found = audit(stub, data, oracle(), patient, tmp_path / "patient", batch=4, today=TODAY)
+    assert found.verdict.outcome is Outcome.PASS
+    assert set(data.bad) == {name for name in data.asked if name.endswith("0")}
+    assert data.bad
+    assert "could not be read" in found.bad_files
+
+
 def test_where_it_stops_does_not_depend_on_batches(tmp_path: Path) -> None:
     one, many = (go(tmp_path / str(batch), StubExplainer(True), batch=batch) for batch in (1, 16))
     assert one.verdict == many.verdict
@@ -197,18 +269,18 @@ def test_too_few_images_are_inconclusive(tmp_path: Path) -> None:
     assert honest.verdict.outcome is Outcome.INCONCLUSIVE
 
 
-def reported(out: Path, hans: bool, labels: tuple[str, ...] = ("dark", "bright")) -> dict[str, Any]:
-    stub, dataset = StubExplainer(hans), pictures()
-    explainer = cast(Explainer, stub)
-    found = audit(explainer, dataset, oracle(), POLICY, out, batch=8, today=TODAY)
+def reported(out: Path, hans: bool, explainer: StubExplainer | None = None) -> dict[str, Any]:
+    stub, dataset = explainer or StubExplainer(hans), pictures()
+    real = cast(Explainer, stub)
+    found = audit(real, dataset, oracle(), POLICY, out, batch=8, today=TODAY)
 
     def lower(rows: Any) -> Tensor:
         mask = torch.zeros(len(rows), 1, SIZE, SIZE)
         mask[:, :, SIZE // 2 :] = 1
         return mask
 
-    record = build(found, explainer, dataset, oracle(), POLICY, Names(regions={"lower half": lower}))
-    write(record, found, dataset)
+    record = build(found, real, dataset, oracle(), POLICY, Names(regions={"lower half": lower}))
+    write(record, found)
     content: dict[str, Any] = json.loads((out / "report.json").read_text())
     return content
 
@@ -221,7 +293,11 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     region = next(finding for finding in content["findings"] if finding["kind"] == "region")
     assert region["name"] == "lower half"
     assert region["rate"]["value"] == 1.0
-    assert "Lower half was edited in 100%" in content["headline"]
+    assert region["lift"] == pytest.approx(2.0)
+    direction = content["worst_direction"]
+    assert content["headline"].startswith(
+        f"The classifier leans on something in the region 'lower half' ({direction}). Lower half: 100 % of the edited"
+    )
     assert content["metrics"]["flip_rate"]["value"] == 1.0
     page = (tmp_path / "report.html").read_text()
     assert "FAIL" in page
@@ -242,7 +318,7 @@ def test_a_pass_has_no_findings_and_no_failures(tmp_path: Path) -> None:
 
 
 def test_labels_of_strangers_are_text_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evil = ("<script>alert(1)</script>", "]]>\x07|`&")
+    evil = ("<script>alert(1)</script>", "]]>\x07|`&\u202e")
     monkeypatch.setattr(Classifier, "labels", evil)
     stub = StubExplainer(True)
     plain = pictures()
@@ -251,7 +327,12 @@ def test_labels_of_strangers_are_text_everywhere(tmp_path: Path, monkeypatch: py
     )
     explainer = cast(Explainer, stub)
     found = audit(explainer, dataset, oracle(), POLICY, tmp_path, batch=8, today=TODAY)
-    write(build(found, explainer, dataset, oracle(), POLICY, Names()), found, dataset)
-    assert "<script>" not in (tmp_path / "report.html").read_text()
-    assert "<script>" not in (tmp_path / "summary.md").read_text()
-    ElementTree.parse(tmp_path / "junit.xml")
+    write(build(found, explainer, dataset, oracle(), POLICY, Names()), found)
+    for name in ("report.html", "summary.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert "&lt;script>" in text or "&lt;script&gt;" in text
+        assert not {"\x07", "\u202e"} & set(text)
+    names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").getroot().iter("testcase")]
+    assert "<script>alert(1)</script> → ]]>|`&\u202e" in names
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "FAIL"

@@ -130,3 +130,12 @@ def test_a_majority_needs_more_than_half_of_those_with_an_opinion() -> None:
     assert MajorityTeacher((teacher, oracle)).accuracy is oracle.accuracy
     with pytest.raises(InputError, match="at least one"):
         MajorityTeacher(())
+
+
+def test_teachers_of_one_name_are_told_apart_by_their_content() -> None:
+    first, second = StoredTeacher({"a": TRUE, "b": FALSE}), StoredTeacher({"b": FALSE, "a": TRUE})
+    other = StoredTeacher({"a": TRUE, "b": TRUE})
+    assert first.content_hash == second.content_hash != other.content_hash
+    oracle = OracleTeacher.tested(brightness, grey(0.1, 0.9), torch.tensor([0, 1]), content_hash="weights")
+    assert oracle.content_hash == "weights"
+    assert MajorityTeacher((first, oracle)).content_hash != MajorityTeacher((other, oracle)).content_hash

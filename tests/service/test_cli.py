@@ -18,12 +18,12 @@ Demo = Callable[[Path], Path]
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Callable[[Demo], None]:
-    """Puts a function in the place of worlds.demo.main."""
+    """Puts a function in the place of service.demonstration.main."""
 
     def install(function: Demo) -> None:
-        module = ModuleType("worlds.demo")
+        module = ModuleType("service.demonstration")
         module.main = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "worlds.demo", module)
+        monkeypatch.setitem(sys.modules, "service.demonstration", module)
 
     return install
 
@@ -117,9 +117,9 @@ def demo(out):
     {body}
     return Path(out)
 
-module = ModuleType("worlds.demo")
+module = ModuleType("service.demonstration")
 module.main = demo
-sys.modules["worlds.demo"] = module
+sys.modules["service.demonstration"] = module
 sys.exit(main({argv!r}))
 """
 

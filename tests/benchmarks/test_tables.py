@@ -1,0 +1,291 @@
+"""The tables: equal budgets, exact round trips, finished parts that are not done twice, and marks that are right."""
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import tables
+from benchmarks.tables import (
+    CANDIDATES,
+    COLUMNS1,
+    COLUMNS2,
+    COLUMNS3,
+    IN_PIXELS,
+    PAPER1,
+    PAPER2,
+    PAPER3,
+    ROWS,
+    SHORT,
+    SOURCES,
+    TRIALS,
+    Case,
+    Column,
+    Figure,
+    Row,
+    Table,
+    calibrate,
+    changes_of,
+    fill,
+    grid,
+    make_sets,
+    measured,
+    read_sets,
+    write_results,
+    write_sets,
+)
+from engine.errors import InputError, PriorError, RecipeError
+from engine.methods import METHODS, Method
+from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil
+from worlds import WORLDS
+from worlds.store import open_classifier
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The portraits student with two barely trained surrogates: the tables do not ask how good they are."""
+    world = WORLDS["portraits"]
+    student = open_classifier(world, "student")
+    pictures = world.sample(64, 1).images
+    few = {"steps": 20, "extra_queries": 0, "adversarial_weight": 0.0}
+    guide, evaluator = (distil(student.probabilities, pictures, r.changed(**few)) for r in (GUIDE, EVALUATOR))
+    oracle = open_classifier(world, "oracle")
+    changes = {"diffeocf": {"iterations": (60,), "rate": 0.05, "confidence": 0.9}}
+    cache = tmp_path_factory.mktemp("tables")
+    return Case(world, student, SurrogatePair(guide, evaluator), oracle, cache, batch=2, changes=changes)
+
+
+def asked_for(**changes: object) -> argparse.Namespace:
+    given = {
+        "world": "portraits",
+        "n": 4,
+        "methods": ["diffeocf"],
+        "tables": [1],
+        "trials": 2,
+        "calibration_images": 2,
+        "repairs": 0,
+        "timing_batch": 2,
+        "short": False,
+        "settings": None,
+        "lpips": None,
+        "json": None,
+    }
+    return argparse.Namespace(**{**given, **changes})
+
+
+# The plan --------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_the_same_budget_and_begins_with_its_own_defaults() -> None:
+    assert set(CANDIDATES) == set(METHODS)
+    for name, candidates in CANDIDATES.items():
+        assert len(candidates) == TRIALS and candidates[0] == {}
+        assert len({json.dumps(changes) for changes in candidates}) == TRIALS
+        for changes in (*candidates, SHORT.get(name, {})):
+            METHODS[name].defaults.changed(**changes)  # refuses what is no setting of the method
+
+
+def test_rows_are_named_by_method_and_by_prior_where_it_is_not_the_methods_own() -> None:
+    assert Row.of("dime") == Row("dime", "pixel") and Row.of("dime").name == "dime"
+    assert Row.of("dime@latent").name == "dime@latent" and Row.of("dime@latent").title == "DiME (latent)"
+    assert Row.of("dive@latent").name == "dive" and Row.of("sce-lite-hq").space == "latent"
+    assert len(ROWS) == len(METHODS) + len(IN_PIXELS) and len({Row.of(name) for name in ROWS}) == len(ROWS)
+    with pytest.raises(RecipeError, match="no method 'time'"):
+        Row.of("time")
+    with pytest.raises(InputError, match="@latent or @pixel"):
+        Row.of("dime@gpu")
+
+
+def test_the_papers_numbers_have_the_tables_columns() -> None:
+    keys1, keys2, keys3 = ({column.key for column in columns} for columns in (COLUMNS1, COLUMNS2, COLUMNS3))
+    five = {"ace", "dime", "fastdime", "sce", "sce-lite-hq"}
+    assert all(set(PAPER1[world]) == five for world in WORLDS) and set(PAPER3) == five
+    assert all(set(row) < keys1 for world in PAPER1.values() for row in world.values())
+    assert all(set(row) == keys2 for row in PAPER2.values()) and set(PAPER2) < set(SOURCES)
+    assert all(set(row) < keys3 for row in PAPER3.values())
+    # The ratios that the paper claims.
+    ours = PAPER3["sce-lite-hq"]["seconds_per_sample"]
+    ratios = {name: round(PAPER3[name]["seconds_per_sample"] / ours, 1) for name in five}
+    assert ratios == {"sce-lite-hq": 1.0, "fastdime": 2.7, "dime": 41.0, "ace": 38.0, "sce": 49.1}
+
+
+def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"dime": {"l1": 0.0}, "ace": {"iterations": [7]}}))
+    assert changes_of(asked_for()) == {}
+    changes = changes_of(asked_for(short=True, settings=file))
+    assert changes["dime"] == {"steps": 50, "l1": 0.0} and changes["ace"] == {"iterations": [7]}
+    assert SHORT["dime"] == {"steps": 50}
+    file.write_text(json.dumps({"time": {}}))
+    with pytest.raises(RecipeError, match="no method 'time'"):
+        changes_of(asked_for(settings=file))
+    with pytest.raises(InputError, match="cannot be read"):
+        changes_of(asked_for(settings=tmp_path / "none.json"))
+
+
+# Counterfactuals -------------------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The batch sizes that a method is called with from now on."""
+    calls: list[int] = []
+    real = METHODS[name]
+
+    def call(*arguments: object, **options: object) -> object:
+        calls.append(len(arguments[3]))  # type: ignore[arg-type]
+        return real.function(*arguments, **options)
+
+    monkeypatch.setitem(METHODS, name, Method(name, real.title, real.defaults, call))  # type: ignore[arg-type]
+    return calls
+
+
+def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_made(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row.of("diffeocf")
+    settings, images = case.start(row), case.world.sample(4, 5).images
+    calls = counted(monkeypatch, "diffeocf")
+    first = make_sets(case, row, settings, images)
+    assert calls == [2, 2]
+    files = sorted(case.folder(row, settings, images).iterdir())
+    assert [file.name for file in files] == ["00000.safetensors", "00002.safetensors"]
+    files[1].unlink()  # as if the run had been killed there
+    again = make_sets(case, row, settings, images)
+    assert calls == [2, 2, 2]
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.images, other.images) and torch.equal(one.edit_masks, other.edit_masks)
+        assert one.edit_masks.dtype == torch.bool
+        assert (one.flipped, one.seed, one.hashes, one.factors) == (
+            other.flipped,
+            other.seed,
+            other.hashes,
+            other.factors,
+        )
+    make_sets(case, row, settings.changed(rate=0.04), images)  # another setting is another folder
+    assert calls == [2] * 5
+
+
+def test_a_set_survives_the_disk(case: Case, tmp_path: Path) -> None:
+    row = Row.of("diffeocf")
+    settings, images = case.start(row), case.world.sample(2, 6).images
+    sets = METHODS["diffeocf"](
+        case.prior("latent"), case.classifier, None, images, case.targets(images), settings, [0, 1]
+    )
+    write_sets(sets, tmp_path / "sets.safetensors")
+    for one, other in zip(sets, read_sets(tmp_path / "sets.safetensors", settings), strict=True):
+        for name, value in vars(one).items():
+            stored = getattr(other, name)
+            assert torch.equal(value, stored) if isinstance(value, torch.Tensor) else value == stored, name
+    assert [file.name for file in tmp_path.iterdir()] == ["sets.safetensors"]
+
+
+def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row.of("diffeocf")
+    calls = counted(monkeypatch, "diffeocf")
+    monkeypatch.setitem(CANDIDATES, "diffeocf", ({}, {"iterations": (1,)}, {"rate": 1.0}))
+    settings, trials = calibrate(case, row, trials=2, pictures=2)
+    assert calls == [2, 2] and [trial["changes"] for trial in trials] == [{}, {"iterations": (1,)}]
+    assert trials[1]["flip_rate"] <= trials[0]["flip_rate"] and trials[0]["score"] >= trials[1]["score"]
+    assert settings == case.start(row)
+    assert calibrate(case, row, trials=0, pictures=2) == (case.start(row), []) and calls == [2, 2]
+
+
+def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, data = Row.of("diffeocf"), case.world.sample(4, 5)
+    sets = make_sets(case, row, case.start(row), data.images)
+    figures = measured(case, row, data, sets, repairs=0)
+    assert set(figures) == {column.key for column in COLUMNS1}
+    for name in ("na", "nafr", "flip_rate"):
+        assert figures[name].lower <= figures[name].value <= figures[name].upper
+    assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
+    assert math.isnan(figures["gain"].value)
+    nothing = torch.zeros(4, tables.K, dtype=torch.bool).numpy()
+    run = tables.Run(tables._explainer(case, row), data, sets)
+    monkeypatch.setattr(tables, "_aga", lambda *_: pytest.fail("nothing was to be learned"))
+    assert tables.gained(case, run, nothing, repairs=2) == Figure(0.0, n=0)
+
+
+def test_a_method_that_breaks_is_reported_and_the_others_go_on(
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise PriorError("The method made values that are not finite.")
+
+    dive = METHODS["dive"]
+    monkeypatch.setitem(METHODS, "dive", Method("dive", dive.title, dive.defaults, broken))  # type: ignore[arg-type]
+    asked = asked_for(methods=["dive", "diffeocf"], trials=0, json=tmp_path / "tables.json", results=tmp_path)
+    found, tuned, picture = fill(case, asked)
+    assert list(found[1].rows) == ["diffeocf"] and set(found[1].broken) == {"dive"}
+    write_results("portraits", found, tuned, picture, asked)
+    content = json.loads((tmp_path / "tables.json").read_text())
+    assert {"na", "nafr", "sparsity", "diversity", "gain", "flip_rate"} <= content["table1"]["diffeocf"].keys()
+    assert content["broken"] == {"dive": "The method made values that are not finite."}
+    assert content["methods"]["diffeocf"]["settings"]["rate"] == 0.05
+    text = (tmp_path / "tables-portraits.md").read_text()
+    assert "| DiVE | broken: The method made" in text and "Calibration budget, the same for every method" in text
+    records = list(csv.DictReader((tmp_path / "tables-portraits.csv").read_text().splitlines()))
+    assert {record["metric"] for record in records} == {column.key for column in COLUMNS1}
+    assert (tmp_path / "tables-portraits.png").is_file() and "## Table 1" in capsys.readouterr().out
+
+
+# Printing --------------------------------------------------------------------------------------------------------
+
+
+def small_table() -> Table:
+    columns = (Column("na", "NA"), Column("seconds", "s", more=False, percent=False, digits=2))
+    values = {"a": (0.9, 1.0), "b": (0.8, 0.5), "c": (0.9, 3.0), "d": (math.nan, 0.7)}
+    rows = {name: {"na": Figure(na, 0.5, 1.0, 10), "seconds": Figure(s)} for name, (na, s) in values.items()}
+    return Table("Table", columns, {"b": {"na": 0.758}}, rows)
+
+
+def test_the_best_and_the_second_are_marked_ties_alike_and_nan_never() -> None:
+    table = small_table()
+    more, less = (table.places(column) for column in table.columns)
+    assert more == {"a": 1, "c": 1, "b": 2} and less == {"b": 1, "d": 2}
+    lines = table.markdown().splitlines()
+    assert lines[2] == "|  | NA ↑ | s ↓ |"
+    assert lines[4] == "| a | **90.0** <sub>50.0–100.0</sub> | 1.00 |"
+    assert lines[5] == "| b | <u>80.0</u> <sub>50.0–100.0</sub> (75.8) | **0.50** |"
+    assert lines[7] == "| d | – | <u>0.70</u> |"
+
+
+def test_json_and_csv_hold_no_nan() -> None:
+    table = small_table()
+    content = json.loads(json.dumps(table.as_dict(), allow_nan=False))
+    assert content["d"]["na"] is None and content["a"]["intervals"]["seconds"] == [None, None]
+    record = next(r for r in table.records() if r["row"] == "b" and r["metric"] == "na")
+    assert (record["value"], record["paper"], record["place"], record["n"]) == (0.8, 0.758, 2, 10)
+
+
+def test_the_grid_has_a_named_line_per_method() -> None:
+    picture = grid(torch.zeros(3, 3, 64, 64), {"dime": torch.ones(3, 3, 64, 64), "ace": torch.ones(3, 3, 64, 64)})
+    assert picture.height == 3 * 64 + 2 * 2 and picture.width == tables.LABEL_WIDTH + 3 * 64 + 2 * 2
+    label = picture.crop((0, 66, tables.LABEL_WIDTH, 130))
+    assert label.getextrema()[0][0] < 64  # something dark is written there
+
+
+def test_timings_are_medians_of_processes_that_are_not_started_twice(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([3.0, 1.0, 2.0])
+
+    def spawn(row: Row, settings: Path | None, arguments: argparse.Namespace) -> dict[str, float]:
+        if settings is None:
+            return {"seconds": 0.0, "network_calls": 0.0, "peak_rss": 100e6, "weights": 10e6}
+        assert case.start(row).load(settings) == case.start(row)
+        return {"seconds": next(seconds), "network_calls": 41.0, "peak_rss": 160e6, "weights": 10e6}
+
+    monkeypatch.setattr(tables, "_spawn", spawn)
+    row, asked = Row.of("diffeocf"), asked_for()
+    cost: Callable[[], dict[str, Figure]] = lambda: tables.cost_of(case, row, case.start(row), asked)  # noqa: E731
+    first = cost()
+    assert first["seconds_per_sample"] == Figure(2.0, 1.0, 3.0, 3)
+    assert first["peak_mb"].value == 70.0 and first["network_calls"].value == 41.0
+    assert cost() == first  # the iterator is empty: nothing was started again
