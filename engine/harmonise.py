@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.masks import composite, grown, rimmed, to_latent
+from engine.masks import composite, grown, psi, rimmed, to_latent
 from engine.path import Path
 from engine.runtime import Runtime
 
@@ -52,14 +52,18 @@ def harmonise(
     m_excl: Tensor,
     eps: Tensor,
     strengths: Sequence[float],
+    threshold: float,
+    blur: float,
     feather: float,
     convinces: Callable[[Tensor, Tensor], Tensor],
     watch: Callable[[int], None] = lambda step: None,
 ) -> Harmonised:
-    """Each counterfactual at the largest of the falling `strengths` at which `convinces(pictures, rows)` holds."""
+    """Each counterfactual at the largest of the falling `strengths` at which `convinces(pictures, rows)` holds.
+
+    What the walk changed by less than `threshold` of its largest change is given back to the original.
+    """
     path = runtime.path
     region = grown(soft > 0, RIM).to(soft.dtype) * m_excl
-    wider = rimmed(region, feather) * m_excl
     kept = to_latent(1.0 - region, (z0.shape[-2], z0.shape[-1]))
     z_cf = runtime.encode(x_cf)
     counts = torch.zeros(len(x0), dtype=torch.long, device=x0.device)
@@ -75,11 +79,14 @@ def harmonise(
             z = path.step(z, runtime.velocity(z, i), i)
             outside = z0[rows] if i == path.length - 1 else path.noise(z0[rows], eps[rows], i + 1)
             z = torch.where(kept[rows] > 0, outside, z)
-        x = composite(x0[rows], runtime.decode(z).clamp(0.0, 1.0), wider[rows])
+        x = runtime.decode(z).clamp(0.0, 1.0)
+        changed = (psi(x0[rows], x, blur) >= threshold).to(soft.dtype)
+        weights = rimmed(region[rows] * changed, feather) * m_excl[rows]
+        x = composite(x0[rows], x, weights)
         done.walks[rows] += 1
         done.network_calls[rows] += path.length - start
         good = convinces(x, rows)
         taken = rows[good]
-        done.x_cf[taken], done.soft[taken], done.strength[taken] = x[good], wider[taken], float(path.sigma(start))
+        done.x_cf[taken], done.soft[taken], done.strength[taken] = x[good], weights[good], float(path.sigma(start))
         rows = rows[~good]
     return done

@@ -531,6 +531,8 @@ def _harmonise(
         m_excl[hit],
         eps[hit],
         recipe.harmonise,
+        recipe.tau,
+        recipe.blur,
         recipe.feather,
         convinces,
         watch,

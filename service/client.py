@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -326,7 +326,7 @@ class Client:
 
     def delete_classifier(self, id: str) -> None:
         """Removes an upload."""
-        self._ask("DELETE", f"/v1/classifiers/{id}")
+        self._ask("DELETE", f"/v1/classifiers/{_part(id)}")
 
     def upload_dataset(self, path: Path, name: str | None = None) -> Dataset:
         """Sends a zip file, or a folder as one: pictures with manifest.csv, or in folders named by class."""
@@ -339,7 +339,7 @@ class Client:
 
     def delete_dataset(self, id: str) -> None:
         """Removes an upload."""
-        self._ask("DELETE", f"/v1/datasets/{id}")
+        self._ask("DELETE", f"/v1/datasets/{_part(id)}")
 
     # Work
 
@@ -369,7 +369,7 @@ class Client:
         """The verdict of an audit, waited for so long."""
         id = audit if isinstance(audit, str) else audit.id
         answer = self._ask(
-            "GET", f"/v1/gate/{id}", params={"wait_seconds": wait_seconds}, timeout=wait_seconds + TIMEOUT
+            "GET", f"/v1/gate/{_part(id)}", params={"wait_seconds": wait_seconds}, timeout=wait_seconds + TIMEOUT
         )
         return _read(Verdict, answer)
 
@@ -382,7 +382,7 @@ class Client:
 
     def job(self, id: str, collection: Collection = "audits") -> Job:
         """A job as it is now."""
-        return _read(Job, self._ask("GET", f"/v1/{collection}/{id}"))
+        return _read(Job, self._ask("GET", f"/v1/{collection}/{_part(id)}"))
 
     def jobs(
         self,
@@ -623,6 +623,11 @@ def _authorization(token: str | None) -> dict[str, str]:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise InputError(f"The token in {VARIABLE} holds blanks or characters that a header cannot carry.")
     return {"Authorization": f"Bearer {token}"}
+
+
+def _part(id: str) -> str:
+    """An id as one part of an address, whatever it holds."""
+    return quote(id, safe="")
 
 
 def _is_loopback(address: str) -> bool:

@@ -15,7 +15,7 @@ from worlds import WORLDS
 GRAPHS = {"encoder", "decoder", "velocity", "surrogate", "guidance"}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.rtx
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", WORLDS)
