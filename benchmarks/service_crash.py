@@ -10,7 +10,7 @@ hit a worker at a job are counted. Afterwards all jobs are let finish, and each 
     missing     pictures or reports that a final journal names and the artifacts do not hold
     unfinished  jobs that did not succeed
 
-Exit code 1 unless all five are 0.
+Exit code 1 unless all five are 0. Workers import the code anew, so it must not change while this runs.
 """
 
 import argparse
@@ -72,6 +72,8 @@ class Found:
     different: int = 0
     missing: int = 0
     unfinished: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What exactly was harmed."""
     seconds: float = 0.0
 
     @property
@@ -251,6 +253,7 @@ def judge(killing: Killing, store: ArtifactStore, expected: Job, expected_store:
     for job in killing.all_jobs():
         if job.state is not JobState.SUCCEEDED:
             found.unfinished += 1
+            found.notes.append(f"{job.id} {job.state}: {job.error}")
             continue
         names = set(store.names(job.id))
         lines = contents(store, job.id, [JOURNAL])[JOURNAL].splitlines()
@@ -260,11 +263,18 @@ def judge(killing: Killing, store: ArtifactStore, expected: Job, expected_store:
         found.lost += sum(i >= len(lines) or line != lines[i] for i, line in enumerate(seen))
         found.duplicated += len(images) - len({image["row"] for image in images})
         found.different += abs(len(lines) - len(wanted))
-        found.different += sum(timeless(a) != timeless(b) for a, b in zip(lines, wanted, strict=False))
+        changed = [f"line {i + 1}" for i, (a, b) in enumerate(zip(lines, wanted, strict=False)) if _differ(a, b)]
         there = [name for name in pictures if name in names]
         found.missing += len(pictures) - len(there) + sum(name not in names for name in REPORTS)
-        found.different += sum(content != right[name] for name, content in contents(store, job.id, there).items())
+        changed += [name for name, content in contents(store, job.id, there).items() if content != right[name]]
+        found.different += len(changed)
+        if changed:
+            found.notes.append(f"{job.id} differs in {', '.join(changed[:5])}")
     return found
+
+
+def _differ(a: bytes, b: bytes) -> bool:
+    return timeless(a) != timeless(b)
 
 
 def undisturbed(configuration: Configuration, images: int, deadline: float) -> Job:
@@ -348,6 +358,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(found.kills)} kills, {found.jobs} audits of {found.images} images in {found.seconds:.0f} s")
     for name in ("lost", "duplicated", "different", "missing", "unfinished"):
         print(f"{name:>12}  {getattr(found, name)}")
+    for note in found.notes:
+        print(f"  {note}")
     if args.json:
         content = asdict(found) | {
             "seed": args.seed,
