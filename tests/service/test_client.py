@@ -570,7 +570,10 @@ def test_a_server_that_is_away_is_an_error_of_its_own(
 
 def test_ctrl_c_cancels_the_job(server: Running, tmp_path: Path) -> None:
     argv = ["audit", "--server", server.url, "--world", "portraits", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "service.cli", *argv], stderr=subprocess.PIPE, cwd=ROOT)
+    # A shell starts background jobs with SIGINT ignored, and a child inherits that from the tests.
+    heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from service import cli; "
+    command = [sys.executable, "-c", heard + "sys.exit(cli.main(sys.argv[1:]))", *argv]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT)
     assert process.stderr is not None
     try:
         job = server.claim(120)

@@ -242,7 +242,7 @@ def test_a_fault_inside_is_told_by_its_number_and_stands_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a detail for nobody else")
 
     monkeypatch.setattr(worker_module, "job_case", broken)
@@ -264,7 +264,7 @@ def test_a_worker_that_lost_its_job_leaves_it_alone(
     job = submit(table)
     slow = Worker(configuration, "slow", table=table)
 
-    def meanwhile(*_: object) -> None:
+    def meanwhile(*_: object, **__: object) -> None:
         table.interrupt("slow", lost=True)
         taken = table.claim("other")
         assert taken is not None

@@ -48,7 +48,7 @@ def test_an_audit_is_queued_with_every_default_filled_in(service: Service) -> No
     job = answer.json()
     assert answer.headers["location"] == job["links"]["self"] == f"/v1/audits/{job['id']}"
     assert job["state"] == "queued"
-    assert (job["request"]["dataset"], job["request"]["k"], job["request"]["seed"]) == ("portraits", 2, 0)
+    assert (job["request"]["dataset"], job["request"]["k"], job["request"]["seed"]) == ("portraits", 1, 0)
     assert job["request"]["policy"]["limit"] == 0.2
     assert service.client.get(f"/v1/audits/{job['id']}").json() == job
     assert set(job["links"]) == {"self", "events", "cancel"}
@@ -63,7 +63,7 @@ def test_the_same_key_runs_once(service: Service) -> None:
     gate = service.client.post("/v1/gate", json=AUDIT, headers=key)
     assert gate.json()["audit"] == first.json()["id"]
     assert service.backend.jobs.counts()["queued"] == 1
-    other = {"json": AUDIT | {"k": 1}, "headers": key}
+    other = {"json": AUDIT | {"k": 2}, "headers": key}
     service.refuses(409, "idempotency_conflict", "POST", "/v1/audits", field="Idempotency-Key", **other)
     for bad in ("", "a b", "x" * 201):
         service.refuses(422, "invalid", "POST", "/v1/audits", json=AUDIT, headers={"Idempotency-Key": bad})
