@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from audit.policy import Policy, direction_name
 from audit.teachers import Judgement, Pairs, Teacher
 from audit.verdict import Judge, Prerequisites, Verdict
 from engine.loop import CancelToken, CounterfactualSet
+from engine.sampling import row_seed
 
 BATCH = 8
 
@@ -251,7 +251,7 @@ def _explain(
     """Counterfactuals of one batch, judged; each image's pictures are on the disk before it is yielded."""
     start = time.perf_counter()
     x, targets = torch.stack([one.x for one in drawn]), [one.target for one in drawn]
-    sets = explainer(x, targets, [_noise_seed(seed, one.row) for one in drawn], cancel=cancel)
+    sets = explainer(x, targets, [row_seed(seed, one.row) for one in drawn], cancel=cancel)
     confirmed = [explainer.evaluator_flipped(found) for found in sets]
     names = [[f"{one.row:06d}-{k + 1}" for k in range(explainer.recipe.k)] for one in drawn]
     judgements = _judge(teacher, drawn, sets, confirmed, names)
@@ -321,8 +321,3 @@ def _store(
         file=picture,
         mask=mask,
     )
-
-
-def _noise_seed(seed: int, row: int) -> int:
-    """One noise seed per audit seed and row."""
-    return int(np.random.SeedSequence([seed, row]).generate_state(1)[0])

@@ -69,7 +69,7 @@ def generate(
     images: list[Tensor] = []
     for start in range(0, n, batch):
         rows = range(start, min(start + batch, n))
-        generators = [torch.Generator().manual_seed(_sample_seed(seed, row)) for row in rows]
+        generators = [torch.Generator().manual_seed(row_seed(seed, row)) for row in rows]
         z = torch.stack([torch.randn(shape, generator=g) for g in generators])
         images.append(prior.decode(wander(prior, path, z, generators)).clamp(0, 1))
         if progress is not None:
@@ -89,6 +89,6 @@ def image_to_image(prior: Prior, images: Tensor, steps: int, strength: float, se
     return torch.cat(ends)
 
 
-def _sample_seed(seed: int, row: int) -> int:
+def row_seed(seed: int, row: int) -> int:
     """One noise seed per seed and row."""
     return int(np.random.SeedSequence([seed, row]).generate_state(1)[0])

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.errors import InputError, ModelError
 from engine.runtime.artifact_folder import GraphFile
+from engine.runtime.tensorrt_runtime import keeping_logger
 
 CAPABILITIES = ("SM80", "SM89", "SM120")
 MODULE = "tensorrt_rtx_bindings"
@@ -45,7 +46,7 @@ def build(file: Path, graph: GraphFile | None, capabilities: Sequence[str] = CAP
         if capability not in trt.ComputeCapability.__members__:
             raise InputError(f"TensorRT-RTX knows no {capability}; choose from {', '.join(CAPABILITIES)}.")
     messages: list[str] = []
-    builder = trt.Builder(_logger(trt, messages))
+    builder = trt.Builder(keeping_logger(trt, messages))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(file)):
@@ -86,20 +87,6 @@ def _profile(builder: Any, network: Any, largest: int) -> Any:
             low, high = (tuple(batch if size == -1 else size for size in shape) for batch in (1, largest))
             profile.set_shape(tensor.name, low, high, high)
     return profile if free else None
-
-
-def _logger(trt: Any, messages: list[str]) -> Any:
-    class Keeping(trt.ILogger):
-        """Keeps errors, so that a failed build can say why."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                messages.append(message)
-
-    return Keeping()
 
 
 def _tensorrt() -> Any:

@@ -280,7 +280,7 @@ class _Engine:
     def refit(self, weights: dict[str, Any], trt: Any) -> None:
         """Puts weights into the engine by their names; a ModelError if they do not suffice."""
         messages: list[str] = []
-        refitter = trt.Refitter(self.engine, _logger(trt, messages))
+        refitter = trt.Refitter(self.engine, keeping_logger(trt, messages))
         arrays = {name: _array(tensor) for name, tensor in weights.items()}  # alive until the refit is done
         for name in refitter.get_all_weights():
             if name in weights:
@@ -304,7 +304,7 @@ class _Builder:
     runtime: Any = field(init=False)  # engines live no longer than it does
 
     def __post_init__(self) -> None:
-        self.runtime = self.trt.Runtime(_logger(self.trt, []))
+        self.runtime = self.trt.Runtime(keeping_logger(self.trt, []))
 
     def engine(self, folder: FilePath, graph: GraphFile, refittable: bool) -> Any:
         """The engine of a verified graph."""
@@ -340,7 +340,7 @@ class _Builder:
     def build(self, folder: FilePath, graph: GraphFile, content: bytes, refittable: bool) -> bytes:
         """A serialised engine."""
         trt, messages = self.trt, list[str]()
-        logger = _logger(trt, messages)
+        logger = keeping_logger(trt, messages)
         builder = trt.Builder(logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)
@@ -471,7 +471,9 @@ def _array(tensor: Any) -> Any:
     return numpy_helper.to_array(tensor).copy()
 
 
-def _logger(trt: Any, messages: list[str]) -> Any:
+def keeping_logger(trt: Any, messages: list[str]) -> Any:
+    """A logger of TensorRT or TensorRT-RTX that appends errors to `messages`."""
+
     class Keeping(trt.ILogger):
         """Keeps errors, so that a failed build can say why."""
 
