@@ -73,8 +73,8 @@ class OnnxRuntime:
     """A prior and a guide as ONNX graphs, bound to a recipe's path.
 
     `provider` is cpu, cuda or tensorrt. On the CPU, threads do not spin while they wait: torch works between the calls
-    on the same cores. The samples of a batch are shared out, and each thread runs the whole graph on its own, so that none
-    is woken for every small operator; which is faster was not measured. A batch that no graph
+    on the same cores. The samples of a batch are shared out, and each thread runs the whole graph on its own, so that
+    none is woken for every small operator; which is faster was not measured. A batch that no graph
     was exported for is padded up to the next fixed size, and refused beyond the largest. Results lie where the inputs
     came from.
     """
