@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from engine.errors import InputError
 from engine.rate import Rate
 
-SURE = 0.7
+SURE = 0.9
 MIN_PER_CLASS = 10
 
 

@@ -71,6 +71,8 @@ class StubPair:
 class StubExplainer:
     """Turns the half that the classifier looks at over: the counterfactual that a perfect prior would find."""
 
+    method = "sce-lite-hq"
+
     def __init__(self, hans: bool, fail_after: int | None = None, flips: bool = True) -> None:
         self.classifier, self.prior, self.recipe = Classifier(hans), StubPrior(), Recipe(k=2)
         self.surrogates = StubPair(StubSurrogate(self.classifier), StubSurrogate(self.classifier))
@@ -118,8 +120,8 @@ def pictures(n: int = 80) -> Dataset:
     g = torch.Generator().manual_seed(3)
     upper, lower = (torch.randint(2, (n,), generator=g) for _ in range(2))
     x = torch.empty(n, 3, SIZE, SIZE)
-    x[:, :, : SIZE // 2] = (0.1 + 0.8 * upper).view(-1, 1, 1, 1)
-    x[:, :, SIZE // 2 :] = (0.1 + 0.8 * lower).view(-1, 1, 1, 1)
+    x[:, :, : SIZE // 2] = (0.05 + 0.9 * upper).view(-1, 1, 1, 1)
+    x[:, :, SIZE // 2 :] = (0.05 + 0.9 * lower).view(-1, 1, 1, 1)
     x = (x * 255).round() / 255
     return dataset_of_images(x, [("dark", "bright")[v] for v in upper.tolist()], {"lower": lower.tolist()})
 
@@ -202,6 +204,21 @@ def test_another_teacher_of_the_same_name_is_another_audit(tmp_path: Path) -> No
     assert found.identity["teacher_hash"] == "first"
     with pytest.raises(InputError, match=r"another audit \(different: teacher_hash\)"):
         audit(stub, pictures(), second, POLICY, tmp_path, batch=4, today=TODAY)
+
+
+def test_another_method_is_another_audit_and_the_report_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = reported(tmp_path, hans=True)
+    assert content["method"] == content["hashes"]["method"] == "sce-lite-hq"
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>method</td><td><code>sce-lite-hq</code></td>" in page
+    assert "Counterfactuals by SCE-LITE-HQ." in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(StubExplainer, "method", "ace")
+    with pytest.raises(InputError, match=r"another audit \(different: method\)"):
+        reported(tmp_path, hans=True)
+    assert reported(tmp_path / "ace", hans=True)["method"] == "ace"
+    assert "Counterfactuals by ACE." in (tmp_path / "ace" / "summary.md").read_text()
 
 
 @dataclass(frozen=True)
