@@ -110,9 +110,10 @@ class LocalExecutor:
                         place.process.stdin.flush()
 
     def alive(self) -> int:
-        """How many workers live."""
-        with self._lock:
-            return sum(place.process is not None and place.process.poll() is None for place in self._places)
+        """How many workers live. Without the lock, which is held while a dead worker's job is handed back: health
+        checks do not wait for the database."""
+        processes = [place.process for place in self._places]
+        return sum(process is not None and process.poll() is None for process in processes)
 
     @property
     def pids(self) -> list[int]:

@@ -222,7 +222,12 @@ class JobTable:
         return None if row is None else _job(row)
 
     def list(
-        self, owner: str | None = None, state: JobState | str | None = None, limit: int = 50, before: str | None = None
+        self,
+        owner: str | None = None,
+        state: JobState | str | None = None,
+        limit: int = 50,
+        before: str | None = None,
+        kind: str | None = None,
     ) -> list[Job]:
         """The newest jobs first; `before` is the id of the last job of the page before."""
         query = sa.select(_jobs).order_by(_jobs.c.created.desc(), _jobs.c.id.desc())
@@ -230,6 +235,8 @@ class JobTable:
             query = query.where(_jobs.c.owner == owner)
         if state is not None:
             query = query.where(_jobs.c.state == JobState(state).value)
+        if kind is not None:
+            query = query.where(_jobs.c.kind == kind)
         with self._reading() as connection:
             if before is not None:
                 created = connection.execute(sa.select(_jobs.c.created).where(_jobs.c.id == before)).scalar()

@@ -26,8 +26,10 @@ from service.http.door import Door
 from service.http.errors import envelope
 from service.http.metrics import Metrics
 
-LONGEST_REQUEST_SECONDS = 3600.0
-"""Where BentoML breaks a request off. Every route has a shorter limit of its own, which stops its work too."""
+LONGEST_REQUEST_SECONDS = 900.0
+"""Where BentoML breaks a request off that nothing was answered to. Routes that wait have a shorter limit of their own,
+which stops their work too. BentoML keeps a timer of this length for every request, also after it was answered: an hour
+of them would be a hundred thousand."""
 
 log = logging.getLogger("pfungst.serving")
 configuration = Configuration.load()

@@ -29,17 +29,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from engine.errors import Cancelled, InputError, ModelError
+from engine.errors import Cancelled, InputError, ModelError, RecipeError
 from service.artifacts import ArtifactStore
 from service.cases import AuditRequest, Case, CfkdRequest, job_case, job_repair, surrogate_recipes
 from service.configuration import Configuration
 from service.jobs import Job, JobState, JobTable, Signal
+from service.priority import lower_process
 
 if TYPE_CHECKING:
     from audit.cfkd import FinishedAudit
     from audit.classifier import Classifier, HuggingFaceClassifier
     from audit.explain import Explainer
     from audit.verdict import Judge
+    from engine.recipe import Recipe
     from engine.surrogate import SurrogatePair
 
 __all__ = ["Reason", "Stop", "Worker", "main"]
@@ -53,6 +55,7 @@ PROGRESS_SECONDS = 0.5
 """Least time between two reports of progress."""
 LOCK_SECONDS = 60.0
 JOURNAL = "journal.jsonl"
+RECIPE = "resume/recipe.json"
 REPORTS = ("report.html", "report.json", "junit.xml", "summary.md")
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ENDED_BY_SIGNAL = 128 + signal.SIGTERM
@@ -218,7 +221,9 @@ class Worker:
         self._stop.check()
         case = job_case(request, self.configuration, max_bad_share=policy.max_bad_files_share)
         changes = {"k": request.k} | ({} if request.steps is None else {"steps": request.steps})
-        explainer = self._explainer(case, case.classifier, pulse, copy, **changes)
+        recipe = copy.keep_recipe(case.source.recipe.changed(**changes))
+        copy.check_unchanged(case, recipe)
+        explainer = self._explainer(case, case.classifier, pulse, copy, recipe)
         try:
             content = self._run_audit(case, explainer, policy, folder, request.seed, request.batch, pulse, copy)
         except Cancelled:
@@ -232,7 +237,7 @@ class Worker:
         return _audit_result(content)
 
     def _explainer(
-        self, case: Case, classifier: Classifier, pulse: _Pulse, copy: _Copy | None, **changes: Any
+        self, case: Case, classifier: Classifier, pulse: _Pulse, copy: _Copy | None, recipe: Recipe
     ) -> Explainer:
         """Distils the surrogates, or finds them in the cache."""
         from audit.explain import Explainer, distil_pair
@@ -250,7 +255,7 @@ class Worker:
         )
         if copy is not None:
             copy.keep_surrogates(classifier, case, surrogates)
-        return Explainer(case.source.prior, classifier, surrogates, case.source.recipe.changed(**changes))
+        return Explainer(case.source.prior, classifier, surrogates, recipe)
 
     def _run_audit(
         self,
@@ -383,7 +388,8 @@ class Worker:
                 raise InputError(f"The {name} changed since the audit; audit again, then repair.")
 
         def again(classifier: HuggingFaceClassifier, out: Path) -> None:
-            explainer = self._explainer(case, classifier, pulse, None, **audit.report["recipe"])
+            recipe = case.source.recipe.changed(**audit.report["recipe"])
+            explainer = self._explainer(case, classifier, pulse, None, recipe)
             policy = Policy(**audit.report["policy"])
             self._run_audit(case, explainer, policy, out, hashes["seed"], hashes["batch"], pulse, None)
 
@@ -494,7 +500,8 @@ class _Pulse:
 
 
 class _Copy:
-    """What of a running audit lies in the artifacts too: surrogates, pictures, and last the journal that names them."""
+    """What of a running audit lies in the artifacts too: its recipe, surrogates, pictures, and last the journal that
+    names them."""
 
     def __init__(self, store: ArtifactStore, job_id: str, folder: Path, configuration: Configuration) -> None:
         self.store, self.job_id, self.folder = store, job_id, folder
@@ -522,6 +529,39 @@ class _Copy:
                 self.store.fetch(self.job_id, name, self.folder / name)
         self.store.fetch(self.job_id, JOURNAL, journal)
         self._lines = stored
+
+    def keep_recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe that the first worker began with: an upgrade may bring another, but an audit is of one piece."""
+        from engine.recipe import Recipe
+
+        if self.store.has(self.job_id, RECIPE):
+            with self.store.open(self.job_id, RECIPE) as stream:
+                began = json.load(stream)
+            try:
+                return Recipe(**began)
+            except RecipeError:
+                raise _changed(["recipe"]) from None
+        file = self.folder / Path(RECIPE).name
+        recipe.save(file)
+        self.store.put(self.job_id, RECIPE, file)
+        return recipe
+
+    def check_unchanged(self, case: Case, recipe: Recipe) -> None:
+        """An InputError where what the finished images rest on is another thing now."""
+        journal = self.folder / JOURNAL
+        content = journal.read_bytes() if journal.is_file() else b""
+        try:
+            began = json.loads(content[: content.index(b"\n")])
+        except ValueError:
+            return  # nothing was finished, or the journal itself says that it is damaged
+        now = {
+            "classifier": case.classifier.content_hash,
+            "data": case.dataset.content_hash,
+            "prior": case.source.prior.content_hash,
+            "recipe": recipe.digest,
+        }
+        if changed := [name for name, content in now.items() if began.get(name) != content]:
+            raise _changed(changed)
 
     def keep_surrogates(self, classifier: Classifier, case: Case, surrogates: SurrogatePair) -> None:
         """Stores the surrogates that the journal's identity names."""
@@ -551,6 +591,10 @@ class _Copy:
                 self.store.put(self.job_id, name, self.folder / name)
         self.store.put(self.job_id, JOURNAL, journal)
         self._lines = len(lines)
+
+
+def _changed(names: list[str]) -> InputError:
+    return InputError(f"The {' and the '.join(names)} changed since the audit began; submit it again.")
 
 
 class _Busy(Exception):
@@ -608,7 +652,7 @@ def main(argv: list[str] | None = None) -> int:
     threads = str(configuration.threads_per_worker)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read when torch is imported, which is later
         os.environ.setdefault(variable, threads)
-    os.nice(configuration.nice)
+    lower_process(configuration.nice)
     worker = Worker(configuration, args.name)
     for listen in (_await_signal, _await_supervisor) if args.supervised else (_await_signal,):
         threading.Thread(target=listen, args=(worker,), name=listen.__name__, daemon=True).start()

@@ -22,6 +22,8 @@ log = logging.getLogger("pfungst.http")
 
 STUCK_SECONDS = 900.0
 """A batch that takes longer has met a classifier that hangs; no thread can be stopped, but traffic can be sent away."""
+DEVICE_NICE = 5
+"""By how much explanations stand back behind the answers of the same process; audits stand back further."""
 STOP_SECONDS = 5.0
 """The supervisor above takes a few more; all of it has to end within ten."""
 
@@ -43,7 +45,14 @@ class Backend:
 
     def __post_init__(self) -> None:
         limits = self.configuration.limits
-        self.device = Device(self.explanations, batch=limits.batch, queue=limits.queue, watch=self.metrics.batch)
+        self.device = Device(
+            self.explanations,
+            batch=limits.batch,
+            queue=limits.queue,
+            watch=self.metrics.batch,
+            prepare=self.explanations.prepare,
+            nice=DEVICE_NICE,
+        )
         self.metrics.figure("pfungst_jobs", "Jobs by state.", "state", self.jobs.counts)
         self.metrics.figure("pfungst_workers", "Workers that live.", "kind", lambda: {"audit": self.executor.alive()})
         self.metrics.figure(
@@ -94,6 +103,8 @@ class Backend:
             found.append("no worker lives")
         if not self.device.alive:
             found.append("the device's thread ended")
+        elif not self.device.prepared:
+            found.append("the device is being prepared")
         elif self.device.busy_seconds > STUCK_SECONDS:
             found.append("the device has been at one batch for too long")
         return found

@@ -2,6 +2,8 @@
 
 One thread owns the device. It takes the oldest question and all others that wait for the same kind of work, up to a
 batch, and answers them with one call of the engine, whose result for an image does not depend on its batch mates.
+Requests that are still being read are known too, and a batch waits a moment for them: fifty questions asked at once
+are then one batch of fifty, not one of five and one of forty-five that costs nearly as much as all.
 
 A question can be given up at any time: by its time limit, or because its asker went away. A batch stops at its next
 step once nobody waits for it any more, so a request that timed out leaves nothing behind that holds the device.
@@ -18,9 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from engine.errors import Cancelled
+from service.priority import lower_thread
 
-WINDOW_SECONDS = 0.02
-"""How long the first question of a batch waits for others."""
+WINDOW_SECONDS = 0.05
+"""A batch begins once no further question came for so long and none is on its way …"""
+LONGEST_SECONDS = 1.0
+"""… or so long after its first question; and what takes longer to be read is not waited for."""
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -54,6 +59,24 @@ class Asked(Generic[Q, A]):
         return self._given_up.is_set()
 
 
+class Coming:
+    """A request that is being read: a question, or nothing, will come of it."""
+
+    def __init__(self, withdraw: Callable[[Coming], None]) -> None:
+        self.since = time.monotonic()
+        self._withdraw = withdraw
+
+    def __enter__(self) -> Coming:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.arrived()
+
+    def arrived(self) -> None:
+        """The question was asked, or there is none; once said, it may be said again."""
+        self._withdraw(self)
+
+
 class NobodyWaits:
     """A cancel token: set once every question of a batch was given up, or the device is to stop."""
 
@@ -80,14 +103,23 @@ class Device(Generic[Q, A]):
         batch: int,
         queue: int,
         window: float = WINDOW_SECONDS,
+        longest: float = LONGEST_SECONDS,
         watch: Callable[[int, float], None] | None = None,
+        prepare: Callable[[], None] | None = None,
+        nice: int = 0,
     ) -> None:
+        """`prepare` is called in the thread before its first question; `nice` is by how much the thread stands back."""
         self.work = work
         self.batch = batch
         self.queue = queue
         self.window = window
+        self.longest = longest
         self.watch = watch
+        self.prepare = prepare
+        self.nice = nice
         self._waiting: deque[Asked[Q, A]] = deque()
+        self._coming: set[Coming] = set()
+        self._prepared = threading.Event()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._busy_since: float | None = None
@@ -97,6 +129,13 @@ class Device(Generic[Q, A]):
         """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="pfungst-device", daemon=True)
         self._thread.start()
+
+    def expect(self) -> Coming:
+        """Says that a request is being read, which a batch that is about to begin waits for a moment."""
+        coming = Coming(self._withdraw)
+        with self._changed:
+            self._coming.add(coming)
+        return coming
 
     def ask(self, kind: Hashable, question: Q) -> Asked[Q, A]:
         """Puts a question into the queue; Full or Closed where it cannot be taken."""
@@ -126,6 +165,11 @@ class Device(Generic[Q, A]):
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the thread is through with what it does before its first question."""
+        return self._prepared.is_set()
+
     def stop(self, timeout: float) -> bool:
         """Cancels everything and waits for the thread; whether it ended in time."""
         self._stopping.set()
@@ -135,7 +179,17 @@ class Device(Generic[Q, A]):
             self._thread.join(timeout)
         return not self.alive
 
+    def _withdraw(self, coming: Coming) -> None:
+        with self._changed:
+            if coming in self._coming:
+                self._coming.remove(coming)
+                self._changed.notify_all()
+
     def _run(self) -> None:
+        lower_thread(self.nice)
+        if self.prepare is not None:
+            self.prepare()
+        self._prepared.set()
         while batch := self._next():
             self._busy_since = time.monotonic()
             try:
@@ -157,7 +211,6 @@ class Device(Generic[Q, A]):
                 self._changed.wait_for(lambda: self._waiting or self._stopping.is_set())
                 if self._stopping.is_set() or not self._waiting:
                     continue
-                # Others that come within the window are answered with the first, unless the batch is full before.
                 first = self._waiting[0]
                 self._gather(first)
                 batch = [asked for asked in self._waiting if asked.kind == first.kind and not asked.given_up]
@@ -172,13 +225,19 @@ class Device(Generic[Q, A]):
         return []
 
     def _gather(self, first: Asked[Q, A]) -> None:
-        """Waits until a batch is full or the window is over."""
-
-        def enough() -> bool:
-            alike = sum(asked.kind == first.kind and not asked.given_up for asked in self._waiting)
-            return self._stopping.is_set() or alike >= self.batch
-
-        self._changed.wait_for(enough, self.window)
+        """Waits until a batch is full, or nothing more comes, or its first question has waited long enough."""
+        until = first.since + self.longest
+        while not self._stopping.is_set():
+            alike = [asked for asked in self._waiting if asked.kind == first.kind and not asked.given_up]
+            now = time.monotonic()
+            if not alike or len(alike) >= self.batch or now >= until:
+                return
+            quiet = alike[-1].since + self.window
+            if any(now - coming.since < self.longest for coming in self._coming):
+                quiet = until
+            if now >= quiet:
+                return
+            self._changed.wait(min(quiet, until) - now)
 
     def _answer(self, batch: list[Asked[Q, A]]) -> None:
         try:

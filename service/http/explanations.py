@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine.errors import Cancelled, InputError, PfungstError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from service.sources import PriorSource
 
 MOST_OPEN = 8
+NEEDED = ("audit.answers", "audit.explain", "audit.images", "audit.sources", "worlds.store")
 
 V = TypeVar("V")
 Stage = Callable[[str, float], None]
@@ -89,6 +91,12 @@ class Explanations:
         """A classifier was deleted."""
         self._surrogates.drop(lambda key: key[0] == classifier)
 
+    def prepare(self) -> None:
+        """Imports what explanations need, before anybody is served: an import holds Python for a quarter of a second at
+        a time, and the first question would keep every other request waiting for it."""
+        for name in NEEDED:
+            import_module(name)
+
     def __call__(
         self, kind: Kind, questions: Sequence[Question], cancel: NobodyWaits
     ) -> Sequence[dict[str, Any] | Exception]:
@@ -122,7 +130,10 @@ class Explanations:
                 )
             with self._timed("encode"):
                 for i, one in zip(ready, found, strict=True):
-                    answers[i] = answer(explainer, one) | {"classifier": kind.classifier, "prior": prior}
+                    told = answer(explainer, one) | {"classifier": kind.classifier, "prior": prior}
+                    # The engine knows the guide as a function; the surrogate itself knows what it is.
+                    told["hashes"]["guide"] = told["hashes"]["guide"] or explainer.surrogates.guide.weights_hash
+                    answers[i] = told
         return [answers[i] for i in range(len(questions))]
 
     def _decoded(self, question: Question) -> Tensor:

@@ -121,8 +121,8 @@ class Needs:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
 
-    def __call__(self, request: Request) -> Caller:
-        """The door found out who asks before anything else was read."""
+    async def __call__(self, request: Request) -> Caller:
+        """The door found out who asks before anything else was read. Not async, it would be called in a thread."""
         caller: Caller = request.scope["pfungst_caller"]
         if not caller.may(self.scope):
             raise Refused(403, f"This needs a token with the scope {self.scope}.", field="Authorization")

@@ -173,6 +173,14 @@ def test_lists_are_newest_first_and_go_on_where_a_page_ended(table: JobTable) ->
         table.list(before="f" * 32)
 
 
+def test_lists_of_one_kind_leave_the_others_out(table: JobTable) -> None:
+    audits = [table.submit("audit", "ann", {"n": n})[0].id for n in range(2)]
+    learned = table.submit("cfkd", "ann", {"audit": audits[0]})[0].id
+    assert [job.id for job in table.list("ann", kind="cfkd")] == [learned]
+    assert [job.id for job in table.list("ann", kind="audit", limit=1)] == audits[1:]
+    assert [job.id for job in table.list("ann", kind="audit", before=audits[1])] == audits[:1]
+
+
 def test_jobs_submitted_in_the_same_instant_are_all_listed(url: str) -> None:
     table = JobTable(url, clock=lambda: 1_800_000_000.0)
     ids = {submit(table).id for _ in range(4)}

@@ -118,7 +118,7 @@ def routes(backend: Backend) -> APIRouter:
         names = [
             name
             for name in await to_thread.run_sync(backend.artifacts.names, job.id)
-            if not name.startswith("surrogates/")  # kept for a worker that takes the job over
+            if not name.startswith(("surrogates/", "resume/"))  # kept for a worker that takes the job over
         ]
         return StreamingResponse(
             zip_stream(names, lambda name: backend.artifacts.open(job.id, name)),

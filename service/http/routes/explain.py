@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from threading import Event
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, File, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from service.http.backend import Backend
 from service.http.batching import Asked, Closed, Full
@@ -24,14 +26,34 @@ from service.sources import AUTO
 
 DECODED_AT_A_TIME = 2
 """A picture of 40 megapixels takes 120 MB while it is looked at."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.5
+"""Between two looks whether the service is stopping."""
+COMING = "pfungst_coming"
 
 
 def routes(backend: Backend) -> APIRouter:
     """The routes of this subject."""
-    router = APIRouter(route_class=StrictRoute, tags=["explain"])
+
+    class ExpectedRoute(StrictRoute):
+        """A route whose requests the device expects from their first line on, before their bodies are read."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def expected(request: Request) -> Response:
+                with backend.device.expect() as coming:
+                    request.scope[COMING] = coming
+                    return await handle(request)
+
+            return expected
+
+    router = APIRouter(route_class=ExpectedRoute, tags=["explain"])
     limits = backend.configuration.limits
     limiter: list[CapacityLimiter] = []
+
+    def check(content: bytes, declared: str | None) -> None:
+        check_image(content, limits, declared)
+        check_pixels(content)
 
     @router.post("/explain", responses=responses(415, 504))
     async def explain(
@@ -60,8 +82,7 @@ def routes(backend: Backend) -> APIRouter:
         check_settings(backend, body, caller)
         if not limiter:
             limiter.append(CapacityLimiter(DECODED_AT_A_TIME))
-        await to_thread.run_sync(check_image, content, limits, declared, limiter=limiter[0])
-        await to_thread.run_sync(check_pixels, content, limiter=limiter[0])
+        await to_thread.run_sync(check, content, declared, limiter=limiter[0])
         kind = Kind(body.classifier, body.prior or AUTO, body.k, body.steps)
         try:
             asked = backend.device.ask(kind, Question(content, body.target, body.seed))
@@ -71,6 +92,7 @@ def routes(backend: Backend) -> APIRouter:
             ) from None
         except Closed:
             raise Refused(503, "The service is stopping.") from None
+        request.scope[COMING].arrived()
         found = await patiently(asked, request, body.timeout_seconds, backend.stopping)
         backend.metrics.counterfactuals(*flips(found))
         return Explanation.model_validate(found)
@@ -83,23 +105,33 @@ async def patiently(
 ) -> dict[str, Any]:
     """The answer; a question whose time is up, or whose asker went away, is given up."""
     future = asyncio.wrap_future(asked.answer)
+    gone = asyncio.ensure_future(_disconnected(request))
+    either: set[asyncio.Future[Any]] = {future, gone}
     until = time.monotonic() + seconds
     try:
         while True:
             left = until - time.monotonic()
-            done, _ = await asyncio.wait({future}, timeout=min(LOOK_SECONDS, max(0.0, left)))
-            if done:
+            patience = min(LOOK_SECONDS, max(0.0, left))
+            await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if future.done():
                 return future.result()
             if left <= 0:
                 raise Refused(504, f"There was no answer within {seconds:g} s; the work was stopped.")
             if stopping.is_set():
                 raise Refused(503, "The service is stopping.")
-            if await request.is_disconnected():
+            if gone.done():
                 raise Refused(503, "The caller went away.", code="cancelled")
     finally:
+        gone.cancel()
         if not future.done():
             asked.give_up()
             future.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the caller is gone. It sleeps until then: fifty who wait and look would slow down the work."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def check_settings(backend: Backend, body: ExplainSettings, caller: Caller) -> None:

@@ -160,17 +160,8 @@ def routes(backend: Backend, collection: Collection) -> APIRouter:
         """Your jobs, the newest first."""
         if before is not None:
             await job_of(backend, collection, before, caller)
-        found: list[Job] = []
-        # The table lists jobs of all kinds; a page is filled from as many of its pages as that takes.
-        while len(found) < limit:
-            page = await to_thread.run_sync(backend.jobs.list, caller.owner, state, 200, before)
-            found += [job for job in page if job.kind == KINDS[collection]]
-            if len(page) < 200:
-                break
-            before = page[-1].id
-        more = len(found) >= limit
-        found = found[:limit]
-        return JobList(jobs=[answer_of(job) for job in found], next=found[-1].id if more and found else None)
+        found = await to_thread.run_sync(backend.jobs.list, caller.owner, state, limit, before, KINDS[collection])
+        return JobList(jobs=[answer_of(job) for job in found], next=found[-1].id if len(found) == limit else None)
 
     @router.get(f"/{collection}/{{id}}", responses=responses(), operation_id=f"get_{collection}")
     async def status(id: JobId, caller: Annotated[Caller, Depends(reader)]) -> JobAnswer:

@@ -78,6 +78,9 @@ class Counted(Explanations):
         super().__init__(configuration)
         self.batches: list[tuple[Kind, list[Question]]] = []
 
+    def prepare(self) -> None:
+        """Needs nothing."""
+
     def __call__(self, kind: Kind, questions: Sequence[Question], cancel: Any) -> list[dict[str, Any] | Exception]:
         self.batches.append((kind, list(questions)))
         one = {

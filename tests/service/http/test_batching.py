@@ -1,14 +1,18 @@
 """The device's thread: questions of many requests in one batch, and nothing that holds it after it was given up."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from engine.errors import Cancelled, InputError
 from service.http.batching import Closed, Device, Full, NobodyWaits
+from service.http.errors import Refused
+from service.http.routes.explain import patiently
 from tests.service.http.conftest import Service, base64_of, envelope_of, png
 
 Work = Callable[[Any, Sequence[Any], NobodyWaits], Sequence[Any]]
@@ -132,6 +136,77 @@ def test_a_stop_cancels_what_runs_and_what_waits(steps: Steps) -> None:
         device.ask("a", 3)
 
 
+def test_a_batch_waits_for_a_question_that_is_being_read(steps: Steps) -> None:
+    device: Device[Any, Any] = Device(steps, batch=3, queue=5, window=0.01, longest=60.0)
+    device.start()
+    steps.let_go.set()
+    with device.expect() as coming:
+        first = device.ask("a", 1)
+        assert not steps.started.wait(0.2)
+        second = device.ask("a", 2)
+        coming.arrived()
+        assert (first.answer.result(20), second.answer.result(20)) == ("a: 1", "a: 2")
+    assert steps.batches == [[1, 2]]
+    with device.expect():
+        refused = device.ask("a", 3)
+        assert not refused.answer.done()  # what is being read turns out to be no question
+    assert refused.answer.result(20) == "a: 3"
+    assert device.stop(20)
+
+
+def test_a_batch_does_not_wait_for_one_who_sends_slowly(steps: Steps) -> None:
+    device: Device[Any, Any] = Device(steps, batch=3, queue=5, window=0.0, longest=0.2)
+    device.start()
+    steps.let_go.set()
+    with device.expect():
+        assert device.ask("a", 1).answer.result(20) == "a: 1"  # after a moment
+        assert device.ask("a", 2).answer.result(20) == "a: 2"  # at once: by now that one is known to be slow
+    assert device.stop(20)
+
+
+def test_questions_that_follow_each_other_closely_are_one_batch(steps: Steps) -> None:
+    device: Device[Any, Any] = Device(steps, batch=8, queue=8, window=0.5, longest=60.0)
+    device.start()
+    steps.let_go.set()
+    asked = []
+    for i in range(4):  # together longer than the window, which begins anew with each
+        asked.append(device.ask("a", i))
+        time.sleep(0.2)
+    assert [one.answer.result(20) for one in asked] == [f"a: {i}" for i in range(4)]
+    assert steps.batches == [[0, 1, 2, 3]]
+    assert device.stop(20)
+
+
+def test_a_device_is_prepared_before_its_first_question(steps: Steps) -> None:
+    go_on = threading.Event()
+
+    def prepare() -> None:
+        assert go_on.wait(20)
+
+    device: Device[Any, Any] = Device(steps, batch=1, queue=1, window=0.0, prepare=prepare)
+    device.start()
+    steps.let_go.set()
+    asked = device.ask("a", 1)
+    assert [device.prepared, steps.started.is_set()] == [False, False]
+    go_on.set()
+    assert asked.answer.result(20) == "a: 1"
+    assert [device.prepared, steps.started.is_set()] == [True, True]
+    assert device.stop(20)
+
+
+def test_an_asker_who_went_away_gives_the_question_up(device: Device[Any, Any], steps: Steps) -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    asked = device.ask("a", 1)
+    request = Request({"type": "http"}, receive)
+    with pytest.raises(Refused, match="went away"):
+        asyncio.run(patiently(asked, request, 20.0, threading.Event()))
+    assert asked.given_up
+    assert steps.started.is_set() == steps.ended.wait(20)
+
+
 # The same through HTTP
 
 
@@ -156,6 +231,13 @@ def test_requests_are_batched_across_callers(alone: Service) -> None:
     text = alone.client.get("/metrics").text
     assert 'pfungst_counterfactuals_total{outcome="flipped"} 4.0' in text
     assert "pfungst_batched_questions_total 4.0" in text
+
+
+def test_a_request_that_is_refused_is_expected_no_more(alone: Service) -> None:
+    alone.backend.device.longest = 60.0  # so long a question would wait for one that never comes
+    assert alone.client.post("/v1/explain", json=EXPLAIN | {"image": "no base64"}).status_code == 422
+    assert alone.client.post("/v1/explain", content=b"{").status_code in (400, 415)
+    assert alone.client.post("/v1/explain", json=EXPLAIN).status_code == 200
 
 
 def test_a_504_leaves_no_zombie_on_the_device(alone: Service, steps: Steps) -> None:

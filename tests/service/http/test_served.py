@@ -85,6 +85,8 @@ def test_a_picture_is_explained(served: Served) -> None:
     assert found["prior"] == "portraits"
     (one,) = found["counterfactuals"]
     assert 0 <= one["target_probability"] <= 1
+    assert set(found["hashes"]) >= {"prior", "classifier", "guide", "evaluator", "recipe", "image"}
+    assert all(len(hash) == 64 for hash in found["hashes"].values())
     already = served.client.post("/v1/explain", json=body | {"target": found["source"]})
     assert (already.status_code, envelope_of(already)["code"]) == (422, "bad_target")
     for target in (2, "grey"):
