@@ -37,7 +37,7 @@ check: $(DEV) ## lint, formatting and types
 serve: $(BASE) ## serve audits on 127.0.0.1 (PORT=3000)
 	$(BIN)/bentoml serve service:Audit --port $(PORT)
 
-BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)) $(patsubst benchmarks/%/__main__.py,%,$(wildcard benchmarks/*/__main__.py))
 
 bench: $(BASE) ## run every benchmark, one after the other
 	@test -n "$(BENCHMARKS)" || { echo "make bench: benchmarks/ holds no benchmark, so there is nothing to run." >&2; exit 2; }

@@ -19,6 +19,7 @@ from torch import Tensor
 from audit.explain import Explainer, runners_up
 from audit.metrics import edited_area
 from engine.errors import InputError
+from engine.methods import DEFAULT
 from engine.recipe import Recipe
 from engine.sampling import image_to_image
 
@@ -78,6 +79,8 @@ def calibrate(
     """The best recipe for this prior and classifier, starting from the explainer's own."""
     if len(images) < 4:
         raise InputError(f"Calibration needs at least 4 images; these are {len(images)}.")
+    if not isinstance(explainer.recipe, Recipe):
+        raise InputError(f"Calibration finds a recipe of {DEFAULT}; the method {explainer.method} has none.")
     recipe = explainer.recipe.changed(k=1)
     kept = _labels_kept(explainer, images, recipe, strengths)
     good = [strength for strength, share in kept.items() if share >= LABEL_KEPT]

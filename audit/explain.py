@@ -18,9 +18,10 @@ from audit.classifier import Classifier
 from audit.dataset import Dataset
 from audit.metrics import edited_area
 from audit.pictures import heat_map, save_png, sheet, to_pil
-from engine.errors import TargetError
-from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactuals
+from engine.errors import RecipeError, TargetError
+from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.memory import Plan, plan_memory
+from engine.methods import DEFAULT, AnySettings, Method, method_named
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
@@ -39,16 +40,27 @@ class Explainer:
     prior: Prior
     classifier: Classifier
     surrogates: SurrogatePair
-    recipe: Recipe
+    recipe: AnySettings
+    """A Recipe, or the settings of another method."""
     max_memory: int | None = None
     """Bytes that a run may need at its peak; see engine.memory."""
     runtime: Callable[[Recipe, tuple[int, int], int], Runtime] | None = None
     """Gives the runtime for a recipe, an image size (H, W) and a largest batch, such as engine.runtime.choice's
     RuntimeChoice; without it the prior runs in eager torch."""
+    method: str = DEFAULT
+
+    def __post_init__(self) -> None:
+        check_method(self.method, memory=self.max_memory)
+        self.how.check(self.recipe)
+
+    @property
+    def how(self) -> Method:
+        """The method that makes the counterfactuals."""
+        return method_named(self.method)
 
     def plan(self, images: Tensor) -> Plan | None:
         """How images [N, 3, H, W] are worked on inside `max_memory`; None where no budget is stated."""
-        if self.max_memory is None:
+        if self.max_memory is None or not isinstance(self.recipe, Recipe):
             return None
         size = (images.shape[2], images.shape[3])
         guide = self.surrogates.guide
@@ -66,12 +78,14 @@ class Explainer:
     ) -> list[CounterfactualSet]:
         """Counterfactual sets of images [N, 3, H, W]: one batch, or as many as the plan says (default: its own)."""
         plan = plan or self.plan(images)
-        recipe = self.recipe if plan is None else plan.apply(self.recipe)
+        recipe, runtime = self.recipe, None
         size = len(images) if plan is None else plan.batch
-        runtime = None if self.runtime is None else self.runtime(recipe, (images.shape[2], images.shape[3]), size)
+        if isinstance(recipe, Recipe):
+            recipe = recipe if plan is None else plan.apply(recipe)
+            runtime = None if self.runtime is None else self.runtime(recipe, (images.shape[2], images.shape[3]), size)
         sets: list[CounterfactualSet] = []
         for rows in (slice(start, start + size) for start in range(0, len(images), size)):
-            sets += counterfactuals(
+            sets += self.how(
                 self.prior,
                 self.classifier,
                 self.surrogates.guide,
@@ -88,6 +102,14 @@ class Explainer:
     def evaluator_flipped(self, found: CounterfactualSet) -> list[bool]:
         """Whether the evaluator, which had no part in the search, also gives the target."""
         return (self.surrogates.evaluator.predict(found.images) == found.target).tolist()
+
+
+def check_method(name: str, runtime: str = "torch", memory: object = None) -> None:
+    """A RecipeError for an unknown method, or for one that cannot run on a runtime or inside a memory budget."""
+    method = method_named(name)
+    method.check_runtime(runtime)
+    if memory is not None and not method.runs_graphs:
+        raise RecipeError(f"A memory budget can be planned for the method {DEFAULT} alone, not for {name}.")
 
 
 def distil_pair(
@@ -151,6 +173,7 @@ def summary(explainer: Explainer, found: CounterfactualSet, plan: Plan | None = 
     areas = edited_area(found.edit_masks[:, 0])
     return {
         "format": FORMAT,
+        "method": explainer.method,
         "source": labels[found.source],
         "target": labels[found.target],
         "source_probability": float(found.source_logits.softmax(0)[found.source]),

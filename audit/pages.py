@@ -199,10 +199,12 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _provenance(content: Mapping[str, Any]) -> str:
     teacher = content["teacher"]
     accuracy = "not stated" if teacher["accuracy"] is None else f"{teacher['accuracy']['value']:.3f}"
+    hashes = {name: value for name, value in content["hashes"].items() if name != "method"}
     rows = {
+        "method": content["method"],
         "teacher": f"{teacher['name']}, accuracy on originals {accuracy}",
         "agreement of the evaluator": _number(content["prerequisites"]["evaluator_agreement"]),
-        **{f"hash of {name}": str(value) for name, value in content["hashes"].items()},
+        **{f"hash of {name}": str(value) for name, value in hashes.items()},
         **{f"version of {name}": value for name, value in content["versions"].items()},
         "unreadable pictures": ", ".join(content["data"]["unreadable"]) or "none",
     }

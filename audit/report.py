@@ -25,6 +25,7 @@ from audit.policy import Policy
 from audit.run import Audit, AuditedImage
 from audit.teachers import AttributeTeacher, Judgement, Pairs, Teacher
 from audit.verdict import Outcome
+from engine.methods import METHODS
 from engine.rate import Rate
 
 FORMAT = "pfungst-report/1"
@@ -80,6 +81,7 @@ def build(
         },
         "images": [image.as_dict() for image in audit.images],
         "policy": policy.model_dump(mode="json"),
+        "method": explainer.method,
         "recipe": explainer.recipe.model_dump(mode="json"),
         "hashes": audit.identity,
         "versions": {"pfungst": version("pfungst"), "python": platform.python_version()}
@@ -133,6 +135,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         )
     if content["findings"]:
         lines += ["", "What moved:", ""] + [f"* {_cell(finding['sentence'])}" for finding in content["findings"]]
+    lines += ["", f"Counterfactuals by {_cell(METHODS[content['method']].title)}."]
     return "\n".join(lines) + "\n"
 
 

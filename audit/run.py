@@ -163,6 +163,7 @@ def audit(
         "classifier": explainer.classifier.content_hash,
         "data": dataset.content_hash,
         "prior": explainer.prior.content_hash,
+        "method": explainer.method,
         "recipe": explainer.recipe.digest,
         "guide": explainer.surrogates.guide.weights_hash,
         "evaluator": explainer.surrogates.evaluator.weights_hash,

@@ -32,20 +32,20 @@ class PriorSource:
         """Pictures to distil surrogates on: those of a folder, of the embedded world, or samples of the prior."""
         from audit.images import read_folder
         from engine.sampling import generate
-        from worlds import WORLDS
+        from worlds.store import embedded_prior
 
         if data is not None:
             return read_folder(data, self.size, limit=n)
-        if self.name in WORLDS:
-            return WORLDS[self.name].sample(n, PICTURE_SEED, self.size).images
+        if found := embedded_prior(self.name):
+            return found[0].sample(n, PICTURE_SEED, self.size).images
         return generate(self.prior, n, self.size, seed=PICTURE_SEED)
 
     def pictures_to_try(self, data: Path | None, n: int) -> tuple[Tensor, Tensor]:
         """(n pictures to try settings on, others to distil on)."""
-        from worlds import WORLDS
+        from worlds.store import embedded_prior
 
-        if data is None and self.name in WORLDS:
-            return WORLDS[self.name].sample(n, PICTURE_SEED + 1, self.size).images, self.pictures(None)
+        if data is None and (embedded := embedded_prior(self.name)):
+            return embedded[0].sample(n, PICTURE_SEED + 1, self.size).images, self.pictures(None)
         found = self.pictures(data, N_PICTURES + n)
         if len(found) < 4 * n:
             raise InputError(f"{len(found)} images are too few: --n {n} needs at least {4 * n}.")
@@ -53,16 +53,15 @@ class PriorSource:
 
 
 def open_source(name: str, *, recipe: Path | None = None, revision: str | None = None) -> PriorSource:
-    """An embedded prior by the name of its world, or any other by its folder or hub id."""
+    """An embedded prior by its name, such as portraits or portraits-pixel, or any other by its folder or hub id."""
     from engine.prior import load_prior
     from engine.recipe import Recipe
-    from worlds import WORLDS
-    from worlds.store import open_prior, open_recipe
+    from worlds.store import embedded_prior, open_prior, open_recipe
 
-    if name in WORLDS:
-        world = WORLDS[name]
-        settings = Recipe.load(recipe) if recipe else open_recipe(world)
-        return PriorSource(name, open_prior(world), settings, world.size)
+    if found := embedded_prior(name):
+        world, part = found
+        settings = Recipe.load(recipe) if recipe else open_recipe(world, part)
+        return PriorSource(name, open_prior(world, part=part), settings, world.size)
     prior = load_prior(name, revision=revision)
     if prior.image_size is None:
         raise InputError(f"The prior {name} does not say its image size.")

@@ -1,14 +1,18 @@
 """Where the embedded models lie, and how they are written, checked and opened.
 
 worlds/weights/<world>/prior/                   a diffusers folder (half precision on disk, float32 in use)
+worlds/weights/<world>/pixel/                   the same for the world's pixel-space diffusion
 worlds/weights/<world>/{student,twin,oracle}/   Hugging Face image-classification folders
 worlds/weights/<world>/checksums.json           SHA-256 of every file above
-worlds/recipes/<world>.json                     counterfactual settings to start from
+worlds/recipes/<world>.json                     counterfactual settings to start from; <world>-pixel.json likewise
+
+A prior is named by its world, `portraits`, and the pixel-space one `portraits-pixel`.
 """
 
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from audit.classifier import HuggingFaceClassifier, load_classifier
 from engine.errors import WeightsError
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
+from worlds import WORLDS
 from worlds.world import World
 
 ROOT = Path(__file__).parent
@@ -25,13 +30,28 @@ WEIGHTS = ROOT / "weights"
 RECIPES = ROOT / "recipes"
 CHECKPOINTS = ROOT / ".training"
 ROLES = ("student", "twin", "oracle")
+LATENT, PIXEL = "prior", "pixel"
+"""Parts of a world's folder that are priors: the one that everything runs on, and the one over pixels."""
 CHECKSUMS = "checksums.json"
 
 
-def open_prior(world: World, weights: Path = WEIGHTS) -> Prior:
-    """The embedded generative model of a world, after its files were checked."""
-    _check(weights / world.name, "prior", f"python -m worlds.train {world.name}")
-    return load_prior(weights / world.name / "prior")
+def prior_name(world: World, part: str = LATENT) -> str:
+    """What a prior is called on the command line."""
+    return world.name if part == LATENT else f"{world.name}-{part}"
+
+
+def embedded_prior(name: str) -> tuple[World, str] | None:
+    """(world, part) of an embedded prior by its name; None where no embedded prior has that name."""
+    known = {prior_name(world, part): (world, part) for world in WORLDS.values() for part in (LATENT, PIXEL)}
+    return known.get(name)
+
+
+def open_prior(world: World, weights: Path = WEIGHTS, part: str = LATENT) -> Prior:
+    """An embedded generative model of a world, after its files were checked."""
+    _check_part(part)
+    rebuild = world.name if part == LATENT else part
+    _check(weights / world.name, part, f"python -m worlds.train {rebuild}")
+    return load_prior(weights / world.name / part)
 
 
 def open_classifier(world: World, role: str, weights: Path = WEIGHTS) -> HuggingFaceClassifier:
@@ -42,16 +62,21 @@ def open_classifier(world: World, role: str, weights: Path = WEIGHTS) -> Hugging
     return load_classifier(weights / world.name / role)
 
 
-def open_recipe(world: World) -> Recipe:
-    """The counterfactual settings to start from with a world's prior."""
-    return Recipe.load(RECIPES / f"{world.name}.json")
+def open_recipe(world: World, part: str = LATENT) -> Recipe:
+    """The counterfactual settings to start from with a world's prior; the defaults where none were found for it."""
+    _check_part(part)
+    file = RECIPES / f"{prior_name(world, part)}.json"
+    return Recipe.load(file) if part == LATENT or file.is_file() else Recipe()
 
 
-def write_prior(world: World, parts: dict[str, Any], scheduler: Any, weights: Path = WEIGHTS) -> None:
+def write_prior(
+    world: World, networks: dict[str, Any], scheduler: Any, weights: Path = WEIGHTS, part: str = LATENT
+) -> None:
     """Saves networks and scheduler as a plain diffusers folder; an older one stays until the new one is whole."""
-    partial = _partial(weights / world.name / "prior")
+    _check_part(part)
+    partial = _partial(weights / world.name / part)
     index: dict[str, object] = {"_class_name": "DiffusionPipeline"}
-    for name, network in {**parts, "scheduler": scheduler}.items():
+    for name, network in {**networks, "scheduler": scheduler}.items():
         index[name] = ["diffusers", type(network).__name__]
         if isinstance(network, torch.nn.Module):
             torch.nn.Module.to(network, torch.float16)  # diffusers' own `to` warns that it knows nothing to exempt
@@ -70,9 +95,15 @@ def write_classifier(
     _finish(partial)
 
 
-def weights_megabytes(weights: Path = WEIGHTS) -> float:
-    """Size of all shipped weight files in MB (10⁶ bytes)."""
-    return sum(file.stat().st_size for file in weights.rglob("*.safetensors")) / 1e6
+def weights_megabytes(weights: Path = WEIGHTS, parts: Sequence[str] = (LATENT, *ROLES)) -> float:
+    """Size of the shipped weight files of some parts in MB (10⁶ bytes); by default all but the pixel-space priors."""
+    files = (file for part in parts for file in weights.glob(f"*/{part}/**/*.safetensors"))
+    return sum(file.stat().st_size for file in files) / 1e6
+
+
+def _check_part(part: str) -> None:
+    if part not in (LATENT, PIXEL):
+        raise ValueError(f"{part!r} is neither {LATENT!r} nor {PIXEL!r}")
 
 
 def _partial(folder: Path) -> Path:

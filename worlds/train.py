@@ -1,7 +1,8 @@
-"""Rebuilds the embedded models from nothing: `python -m worlds.train portraits|histology|classifiers|all`.
+"""Rebuilds the embedded models from nothing: `python -m worlds.train portraits|histology|classifiers|pixel|all`.
 
 Each stage is deterministic on one machine, shows its progress, goes on from its last checkpoint after an interruption,
-and ends with a model card of freshly measured figures.
+and ends with a model card of freshly measured figures. `pixel` trains a pixel-space diffusion for each world, or with
+--world for one.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from worlds.generators import (
     training_images,
 )
 from worlds.measure import measure
-from worlds.store import CHECKPOINTS, ROLES, WEIGHTS, write_classifier, write_prior
+from worlds.pixel import pixel_scheduler, train_pixel, write_pixel_card
+from worlds.store import CHECKPOINTS, LATENT, PIXEL, ROLES, WEIGHTS, write_classifier, write_prior
 from worlds.world import World
 
 
@@ -41,6 +43,16 @@ def train_prior(world: World, checkpoints: Path) -> None:
         write_prior(world, {"vae": vae, "unet": train_diffusion(world, latents, checkpoint)}, diffusion_scheduler())
 
 
+def train_pixel_prior(world: World, checkpoints: Path) -> None:
+    """Trains a world's pixel-space diffusion, saves it as a diffusers folder and writes its card."""
+    print(f"{world.name}: drawing the training pictures", file=sys.stderr)
+    network = train_pixel(world, training_images(world), checkpoints / f"{world.name}-pixel.safetensors")
+    write_prior(world, {"unet": network}, pixel_scheduler(), part=PIXEL)
+    if (WEIGHTS / world.name / "oracle").is_dir():
+        print(f"{world.name}: measuring for the card of the pixel-space prior", file=sys.stderr)
+        write_pixel_card(world)
+
+
 def train_classifiers(world: World, checkpoints: Path) -> None:
     """Trains a world's student, twin and oracle and saves them as Hugging Face folders."""
     for role, recipe in RECIPES[world.name].items():
@@ -52,20 +64,26 @@ def train_classifiers(world: World, checkpoints: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Trains what was asked for, then writes the card of each world whose models are all there."""
     parser = argparse.ArgumentParser(prog="python -m worlds.train", description=__doc__)
-    parser.add_argument("what", choices=[*WORLDS, "classifiers", "all"])
+    parser.add_argument("what", choices=[*WORLDS, "classifiers", PIXEL, "all"])
+    parser.add_argument("--world", choices=list(WORLDS), help="train only what belongs to this world")
     parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints and start from nothing")
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="where unfinished training is kept")
     arguments = parser.parse_args(argv)
+    if arguments.what in WORLDS and arguments.world not in (None, arguments.what):
+        parser.error(f"{arguments.what} is a world itself; leave out --world")
     torch.use_deterministic_algorithms(True)
     if arguments.fresh:
         shutil.rmtree(arguments.checkpoints, ignore_errors=True)
-    for name, world in WORLDS.items():
+    worlds = {name: world for name, world in WORLDS.items() if arguments.world in (None, name)}
+    for name, world in worlds.items():
         if arguments.what in (name, "all"):
             train_prior(world, arguments.checkpoints)
         if arguments.what in ("classifiers", "all"):
             train_classifiers(world, arguments.checkpoints)
-    for name, world in WORLDS.items():
-        whole = all((WEIGHTS / name / part).is_dir() for part in ("prior", *ROLES))
+        if arguments.what in (PIXEL, "all"):
+            train_pixel_prior(world, arguments.checkpoints)
+    for name, world in worlds.items():
+        whole = all((WEIGHTS / name / part).is_dir() for part in (LATENT, *ROLES))
         if whole and arguments.what in (name, "classifiers", "all"):
             print(f"{name}: measuring for the model card", file=sys.stderr)
             write_card(world, measure(world))

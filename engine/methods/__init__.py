@@ -13,6 +13,7 @@ All run on any `Prior`, latent or pixel-space, and return `CounterfactualSet`s w
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +30,15 @@ from engine.methods.sce import SceSettings, sce
 from engine.methods.search import MethodSettings, Perceptual
 from engine.prior import Prior
 from engine.recipe import Recipe
-from engine.settings import Settings
+from engine.runtime import Runtime
 
-__all__ = ["DEFAULT", "METHODS", "Method", "MethodSettings", "method_named"]
+__all__ = ["DEFAULT", "METHODS", "AnySettings", "Method", "MethodSettings", "method_named"]
 
 DEFAULT = "sce-lite-hq"
+AnySettings = Recipe | MethodSettings
+"""The settings of any method. All have k, seed, steps, strength, gradient, micro_batch and checkpoint."""
+WHICH = ("method", "variant")
+"""Settings that say which method they belong to."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class Method:
 
     name: str
     title: str
-    defaults: Settings
+    defaults: AnySettings
     function: Callable[..., list[CounterfactualSet]]
+    runs_graphs: bool = False
+    """Whether its networks may run elsewhere than in eager torch, and inside a memory budget."""
 
     def __call__(
         self,
@@ -52,9 +59,10 @@ class Method:
         f_hat: Model | None,
         x0: Tensor,
         targets: Sequence[int] | Tensor,
-        settings: Settings | None = None,
+        settings: AnySettings | None = None,
         seeds: Sequence[int] | None = None,
         *,
+        runtime: Runtime | None = None,
         perceptual: Perceptual | None = None,
         progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
@@ -64,14 +72,40 @@ class Method:
         `perceptual` is a distance between images that methods with a perceptual loss use; without it they go without.
         """
         settings = self.defaults if settings is None else settings
+        self.check(settings)
+        if runtime is not None:
+            self.check_runtime(type(runtime).__name__)
+        options: dict[str, Any] = {} if runtime is None else {"runtime": runtime}
+        options |= {"perceptual": perceptual, "progress": progress, "cancel": cancel}
+        return self.function(prior, f, f_hat, x0, targets, settings, seeds, **options)
+
+    def check(self, settings: object) -> None:
+        """A RecipeError unless these are settings of this method."""
         if type(settings) is not type(self.defaults):
             raise RecipeError(
                 f"The method {self.name} takes {type(self.defaults).__name__}, not {type(settings).__name__}; "
                 "start from its own defaults."
             )
-        return self.function(
-            prior, f, f_hat, x0, targets, settings, seeds, perceptual=perceptual, progress=progress, cancel=cancel
-        )
+        for name in WHICH:
+            own, given = (getattr(of, name, None) for of in (self.defaults, settings))
+            if own != given:
+                raise RecipeError(
+                    f"These settings have the {name} {given!r}; that of the method {self.name} is {own!r}."
+                )
+
+    def check_runtime(self, name: str) -> None:
+        """A RecipeError unless the method can run on the runtime of this name."""
+        if not self.runs_graphs and name not in ("auto", "torch"):
+            raise RecipeError(f"The method {self.name} runs in eager torch alone, not on {name}; only {DEFAULT} does.")
+
+    def load(self, file: Path | str) -> AnySettings:
+        """The settings of this method in a JSON file; what the file leaves out is as its authors have it."""
+        found = type(self.defaults).load(file)
+        given = {name: getattr(found, name) for name in found.model_fields_set}
+        which = {name: getattr(self.defaults, name) for name in WHICH if hasattr(self.defaults, name)}
+        found = self.defaults.changed(**{**which, **given})
+        self.check(found)
+        return found
 
 
 def _sce_lite_hq(*arguments: Any, perceptual: Perceptual | None = None, **options: Any) -> list[CounterfactualSet]:
@@ -81,7 +115,7 @@ def _sce_lite_hq(*arguments: Any, perceptual: Perceptual | None = None, **option
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(DEFAULT, "SCE-LITE-HQ", Recipe(), _sce_lite_hq),
+        Method(DEFAULT, "SCE-LITE-HQ", Recipe(), _sce_lite_hq, runs_graphs=True),
         Method("dime", "DiME", DimeSettings(), dime),
         Method("fastdime", "FastDiME", FastDimeSettings(), fastdime),
         Method("fastdime-2", "FastDiME-2", FastDimeSettings(variant="2"), fastdime),

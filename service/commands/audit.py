@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import InputError
-from service.commands.explain import add_prior_arguments, add_runtime_arguments
+from service.commands.explain import (
+    DEFAULT_METHOD,
+    add_method_argument,
+    add_prior_arguments,
+    add_runtime_arguments,
+    recipe_file,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from audit.policy import Policy
@@ -34,6 +42,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--batch", type=int, default=8, help="images explained at a time (default: 8)")
     parser.add_argument("--seed", type=int, default=0, help="decides the order of the images (default: 0)")
     add_prior_arguments(parser, data="data set: CSV or Parquet manifest, image folder, CelebA or Camelyon17-WILDS")
+    add_method_argument(parser)
     add_runtime_arguments(parser)
     parser.add_argument(
         "--server",
@@ -52,11 +61,13 @@ def run(args: argparse.Namespace) -> int:
     if args.batch < 1:
         raise InputError(f"--batch is {args.batch}; it has to be at least 1.")
     if args.server is not None:
+        if args.method != DEFAULT_METHOD:
+            raise InputError(f"--method does not go with --server: the service audits by {DEFAULT_METHOD}.")
         from service import remote_audit
 
         return remote_audit.run(args, args.default_cache)
 
-    from audit.explain import Explainer, distil_pair
+    from audit.explain import Explainer, check_method, distil_pair
     from audit.policy import Policy
     from audit.report import build, write
     from audit.run import audit
@@ -65,14 +76,15 @@ def run(args: argparse.Namespace) -> int:
     from service.progress import auditing, distilling
 
     budget = None if args.max_memory is None else byte_count(args.max_memory)
+    check_method(args.method, args.runtime, budget)
     check_choice(args.runtime, args.artifacts)
     policy = Policy.load(args.policy) if args.policy else Policy()
     case = embedded_case(args) if args.world else given_case(args, policy)
     with distilling() as report:
         surrogates = distil_pair(case.classifier, case.pictures, args.cache, progress=report)
-    prior, recipe = case.source.prior, case.source.recipe.changed(k=args.k)
+    prior, recipe = case.source.prior, settings_of(args, case.source).changed(k=args.k)
     runtime = RuntimeChoice(args.runtime, prior, case.classifier, surrogates.guide, artifacts=args.artifacts)
-    explainer = Explainer(prior, case.classifier, surrogates, recipe, budget, runtime)
+    explainer = Explainer(prior, case.classifier, surrogates, recipe, budget, runtime, args.method)
     with auditing() as watch:
         found = audit(
             explainer, case.dataset, case.teacher, policy, args.out, seed=args.seed, batch=args.batch, progress=watch
@@ -98,9 +110,17 @@ def refuse_with_world(args: argparse.Namespace, *names: str) -> None:
 def embedded_case(args: argparse.Namespace) -> Case:
     """The case that --world and --model name."""
     from service import cases
+    from service.sources import open_source
 
     refuse_with_world(args, "data", "teacher", "verdicts", "split", "label_column")
-    return cases.embedded_case(args.world, args.model, recipe=args.recipe)
+    own, pixel = ((args.world, "auto"), f"{args.world}-pixel")
+    if args.prior not in (*own, pixel):
+        raise InputError(
+            f"--prior {args.prior} does not go with --world {args.world}; it has {args.world} and {pixel}."
+        )
+    # The data set, its oracle and its names are the world's whatever makes the counterfactuals.
+    case = cases.embedded_case(args.world, args.model, recipe=recipe_file(args) if args.prior in own else None)
+    return case if args.prior in own else replace(case, source=open_source(pixel, recipe=recipe_file(args)))
 
 
 def given_case(args: argparse.Namespace, policy: Policy) -> Case:
@@ -114,7 +134,7 @@ def given_case(args: argparse.Namespace, policy: Policy) -> Case:
         open_classifier(args.classifier),
         args.data,
         prior=args.prior,
-        recipe=args.recipe,
+        recipe=recipe_file(args),
         revision=args.revision,
         split=args.split,
         label_column=args.label_column,

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from service.sources import AUTO, open_source
 
     if args.prior == AUTO:
-        raise InputError("calibrate needs --prior: portraits, histology, a diffusers folder or a hub id.")
+        raise InputError("calibrate needs --prior: portraits, histology, either with -pixel, a folder or a hub id.")
     if args.n < 4:
         raise InputError(f"--n is {args.n}; calibration needs at least 4 images.")
     budget = None if args.max_memory is None else byte_count(args.max_memory)

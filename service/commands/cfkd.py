@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError
 from service.commands.audit import embedded_case, given_case, refuse_with_world
-from service.commands.explain import add_prior_arguments
+from service.commands.explain import DEFAULT_METHOD, add_prior_arguments
 from service.exit_code import ExitCode
 
 if TYPE_CHECKING:
@@ -168,11 +168,13 @@ class _Reaudit:
 
     def __init__(self, args: argparse.Namespace, audit: FinishedAudit) -> None:
         from audit.policy import Policy
-        from engine.recipe import Recipe
+        from engine.methods import method_named
 
         # A person's verdicts are of the first audit's counterfactuals; these are others of the same names.
         args.verdicts = None
-        self.policy, self.recipe = Policy(**audit.report["policy"]), Recipe(**audit.report["recipe"])
+        args.method = audit.hashes.get("method", DEFAULT_METHOD)
+        self.policy, self.method = Policy(**audit.report["policy"]), args.method
+        self.recipe = method_named(self.method).defaults.changed(**audit.report["recipe"])
         self.case = embedded_case(args) if args.world else given_case(args, self.policy)
         self.cache, self.first = args.cache, audit
         for name, now in (("data", self.case.dataset.content_hash), ("prior", self.case.source.prior.content_hash)):
@@ -189,7 +191,7 @@ class _Reaudit:
         case, hashes = self.case, self.first.hashes
         with distilling() as report:
             surrogates = distil_pair(classifier, case.pictures, self.cache, progress=report)
-        explainer = Explainer(case.source.prior, classifier, surrogates, self.recipe)
+        explainer = Explainer(case.source.prior, classifier, surrogates, self.recipe, method=self.method)
         with auditing() as watch:
             found = audit(
                 explainer,

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from service.sources import AUTO, open_source
 
     if args.prior == AUTO:
-        raise InputError("export needs --prior: portraits, histology, a diffusers folder or a hub id.")
+        raise InputError("export needs --prior: portraits, histology, either with -pixel, a folder or a hub id.")
     batches = Batches.parse(args.batch)
     classifier = load_classifier(args.classifier)
     source = open_source(args.prior, recipe=args.recipe, revision=args.revision)

@@ -13,6 +13,7 @@ from audit.explain import Explainer, choose_target, distil_pair, write_explanati
 from audit.images import read_image
 from engine.errors import InputError, RecipeError, TargetError
 from engine.memory import footprint
+from engine.methods import METHODS
 from engine.surrogate import EVALUATOR, GUIDE
 from worlds import WORLDS
 from worlds.store import open_classifier, open_prior, open_recipe
@@ -49,6 +50,7 @@ def test_files_and_json_tell_one_story(explainer: Explainer, tmp_path: Path) -> 
     assert (told["source"], told["target"]) == (WORLD.labels[1 - target], WORLD.labels[target])
     assert len(told["counterfactuals"]) == 2
     assert told["plan"] is None
+    assert told["method"] == "sce-lite-hq"
     assert set(told["hashes"]) == {"prior", "classifier", "guide", "evaluator", "recipe", "image"}
     original = read_image(tmp_path / "out" / "original.png")
     changed = [(read_image(tmp_path / "out" / f"counterfactual-{k}.png") - original).abs().amax(0) > 0 for k in (1, 2)]
@@ -108,6 +110,37 @@ def test_calibration_keeps_the_label_and_picks_the_best_trial(explainer: Explain
     assert found.recipe.micro_batch is None
     with pytest.raises(RecipeError, match="needs at least"):
         calibrate(replace(explainer, max_memory=1), images)
+
+
+def test_another_method_explains_in_the_same_way(explainer: Explainer, tmp_path: Path) -> None:
+    image = WORLD.sample(1, seed=5).images
+    target = choose_target(explainer.classifier, image[0], None)
+    settings = METHODS["diffeocf"].defaults.changed(iterations=(3,), k=2)
+
+    def never(*_: object) -> None:
+        raise AssertionError("a baseline asks for no runtime")
+
+    other = replace(explainer, recipe=settings, method="diffeocf", runtime=never)
+    found = other(image, [target], [3])[0]
+    assert found.recipe == settings
+    assert found.cost.network_calls == 0
+    write_explanation(other, found, tmp_path)
+    told = json.loads((tmp_path / "explanation.json").read_text())
+    assert told["method"] == told["recipe"]["method"] == "diffeocf"
+    assert told["hashes"]["recipe"] == settings.digest
+
+
+def test_methods_and_settings_that_do_not_go_together_are_refused_at_once(explainer: Explainer) -> None:
+    with pytest.raises(RecipeError, match="no method 'time'; there are sce-lite-hq"):
+        replace(explainer, method="time")
+    with pytest.raises(RecipeError, match="ace takes AceSettings, not Recipe"):
+        replace(explainer, method="ace")
+    with pytest.raises(RecipeError, match="variant '1'; that of the method fastdime-2 is '2'"):
+        replace(explainer, method="fastdime-2", recipe=METHODS["fastdime"].defaults)
+    with pytest.raises(RecipeError, match="memory budget can be planned for the method sce-lite-hq alone"):
+        replace(explainer, method="ace", recipe=METHODS["ace"].defaults, max_memory=10**9)
+    with pytest.raises(InputError, match="the method ace has none"):
+        calibrate(replace(explainer, method="ace", recipe=METHODS["ace"].defaults), torch.rand(4, 3, 64, 64))
 
 
 def test_calibration_needs_some_images(explainer: Explainer) -> None:

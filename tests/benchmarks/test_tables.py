@@ -10,39 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import tables
-from benchmarks.tables import (
-    CANDIDATES,
-    COLUMNS1,
-    COLUMNS2,
-    COLUMNS3,
-    IN_PIXELS,
-    PAPER1,
-    PAPER2,
-    PAPER3,
-    ROWS,
-    SHORT,
-    SOURCES,
-    TRIALS,
-    Case,
-    Column,
-    Figure,
-    Row,
-    Table,
-    calibrate,
-    changes_of,
-    fill,
-    grid,
-    make_sets,
-    measured,
-    read_sets,
-    write_results,
-    write_sets,
-)
-from engine.errors import InputError, PriorError, RecipeError
+from benchmarks.tables import __main__ as command
+from benchmarks.tables import cost as costs
+from benchmarks.tables import figures as judged
+from benchmarks.tables.__main__ import changes_of, fill
+from benchmarks.tables.calibration import calibrate
+from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
+from benchmarks.tables.cost import Timing
+from benchmarks.tables.figures import Figure, measured
+from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
+from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
+from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, Column, Table, grid
+from engine.errors import InputError, PriorError, RecipeError, WeightsError
 from engine.methods import METHODS, Method
-from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil
-from worlds import WORLDS
+from engine.recipe import Recipe
+from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil, serialise
+from worlds import WORLDS, World
 from worlds.store import open_classifier
 
 
@@ -55,7 +38,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     few = {"steps": 20, "extra_queries": 0, "adversarial_weight": 0.0}
     guide, evaluator = (distil(student.probabilities, pictures, r.changed(**few)) for r in (GUIDE, EVALUATOR))
     oracle = open_classifier(world, "oracle")
-    changes = {"diffeocf": {"iterations": (60,), "rate": 0.05, "confidence": 0.9}}
+    changes = {"diffeocf": {"iterations": (60,), "confidence": 0.9}}
     cache = tmp_path_factory.mktemp("tables")
     return Case(world, student, SurrogatePair(guide, evaluator), oracle, cache, batch=2, changes=changes)
 
@@ -86,6 +69,8 @@ def test_every_method_has_the_same_budget_and_begins_with_its_own_defaults() -> 
     for name, candidates in CANDIDATES.items():
         assert len(candidates) == TRIALS and candidates[0] == {}
         assert len({json.dumps(changes) for changes in candidates}) == TRIALS
+        shortened = {json.dumps({**changes, **SHORT.get(name, {})}, sort_keys=True) for changes in candidates}
+        assert len(shortened) == TRIALS  # --short leaves no two candidates alike
         for changes in (*candidates, SHORT.get(name, {})):
             METHODS[name].defaults.changed(**changes)  # refuses what is no setting of the method
 
@@ -119,7 +104,7 @@ def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
     file.write_text(json.dumps({"dime": {"l1": 0.0}, "ace": {"iterations": [7]}}))
     assert changes_of(asked_for()) == {}
     changes = changes_of(asked_for(short=True, settings=file))
-    assert changes["dime"] == {"steps": 50, "l1": 0.0} and changes["ace"] == {"iterations": [7]}
+    assert changes["dime"] == {"steps": 50, "l1": 0.0} and changes["ace"] == {"iterations": [7], "step_size": 2 / 255}
     assert SHORT["dime"] == {"steps": 50}
     file.write_text(json.dumps({"time": {}}))
     with pytest.raises(RecipeError, match="no method 'time'"):
@@ -187,9 +172,10 @@ def test_a_set_survives_the_disk(case: Case, tmp_path: Path) -> None:
 def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row.of("diffeocf")
     calls = counted(monkeypatch, "diffeocf")
-    monkeypatch.setitem(CANDIDATES, "diffeocf", ({}, {"iterations": (1,)}, {"rate": 1.0}))
+    monkeypatch.setitem(CANDIDATES, "diffeocf", ({}, {"rate": 1e-9, "iterations": (1,)}, {"rate": 1.0}))
     settings, trials = calibrate(case, row, trials=2, pictures=2)
-    assert calls == [2, 2] and [trial["changes"] for trial in trials] == [{}, {"iterations": (1,)}]
+    assert calls == [2, 2] and [trial["changes"] for trial in trials] == [{}, {"rate": 1e-9, "iterations": (1,)}]
+    assert case.tried(row, CANDIDATES["diffeocf"][1]).tries == (60,)  # type: ignore[union-attr]  # what was asked for
     assert trials[1]["flip_rate"] <= trials[0]["flip_rate"] and trials[0]["score"] >= trials[1]["score"]
     assert settings == case.start(row)
     assert calibrate(case, row, trials=0, pictures=2) == (case.start(row), []) and calls == [2, 2]
@@ -206,10 +192,9 @@ def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
         assert figures[name].lower <= figures[name].value <= figures[name].upper
     assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
     assert math.isnan(figures["gain"].value)
-    nothing = torch.zeros(4, tables.K, dtype=torch.bool).numpy()
-    run = tables.Run(tables._explainer(case, row), data, sets)
-    monkeypatch.setattr(tables, "_aga", lambda *_: pytest.fail("nothing was to be learned"))
-    assert tables.gained(case, run, nothing, repairs=2) == Figure(0.0, n=0)
+    nothing = torch.zeros(4, K, dtype=torch.bool).numpy()
+    monkeypatch.setattr(judged, "average_group_accuracy", lambda *_: pytest.fail("nothing was to be learned"))
+    assert judged.gained(case, run_of(case, row, data, sets), nothing, repairs=2) == Figure(0.0, n=0)
 
 
 def test_a_method_that_breaks_is_reported_and_the_others_go_on(
@@ -220,19 +205,57 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
 
     dive = METHODS["dive"]
     monkeypatch.setitem(METHODS, "dive", Method("dive", dive.title, dive.defaults, broken))  # type: ignore[arg-type]
-    asked = asked_for(methods=["dive", "diffeocf"], trials=0, json=tmp_path / "tables.json", results=tmp_path)
-    found, tuned, picture = fill(case, asked)
-    assert list(found[1].rows) == ["diffeocf"] and set(found[1].broken) == {"dive"}
-    write_results("portraits", found, tuned, picture, asked)
+    monkeypatch.setattr(command, "open_case", lambda *_, **__: case)
+    few = [
+        "--n",
+        "4",
+        "--trials",
+        "0",
+        "--repairs",
+        "0",
+        "--tables",
+        "1",
+        "--methods",
+        "dive",
+        "diffeocf",
+        "ace@latent",
+    ]
+    monkeypatch.setitem(case.changes, "ace", {"iterations": (2,)})
+    files = ["--json", str(tmp_path / "tables.json"), "--results", str(tmp_path)]
+    assert command.main([*few, *files]) == 0
     content = json.loads((tmp_path / "tables.json").read_text())
     assert {"na", "nafr", "sparsity", "diversity", "gain", "flip_rate"} <= content["table1"]["diffeocf"].keys()
-    assert content["broken"] == {"dive": "The method made values that are not finite."}
-    assert content["methods"]["diffeocf"]["settings"]["rate"] == 0.05
+    assert content["table1"]["ace@latent"]["na"] is None or 0 <= content["table1"]["ace@latent"]["na"] <= 1
+    why = "The method made values that are not finite."
+    assert content["did_not_run"] == {"dive": why}
+    assert content["table1"]["dive"] == {**{column.key: None for column in COLUMNS1}, "did_not_run": why}
+    assert content["methods"]["diffeocf"]["settings"]["iterations"] == [60]
     text = (tmp_path / "tables-portraits.md").read_text()
-    assert "| DiVE | broken: The method made" in text and "Calibration budget, the same for every method" in text
+    assert "| DiVE | did not run: The method made" in text and "Calibration budget, the same for every method" in text
     records = list(csv.DictReader((tmp_path / "tables-portraits.csv").read_text().splitlines()))
-    assert {record["metric"] for record in records} == {column.key for column in COLUMNS1}
+    assert {record["metric"] for record in records if not record["did_not_run"]} == {c.key for c in COLUMNS1}
+    assert [record["row"] for record in records if record["did_not_run"] == why] == ["dive"]
     assert (tmp_path / "tables-portraits.png").is_file() and "## Table 1" in capsys.readouterr().out
+
+
+def test_rows_without_weights_stand_in_the_tables_with_the_file_and_the_command(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = WeightsError("The embedded weights lack portraits/pixel. Rebuild it with `python -m worlds.train pixel`.")
+
+    def lacking(self: Case, space: str) -> None:
+        raise missing
+
+    monkeypatch.setattr(Case, "prior", lacking)
+    found, tuned, picture = fill(case, asked_for(methods=["dime", "ace"], tables=[1, 2, 3]))
+    assert found[1].broken == found[3].broken == {"dime": str(missing), "ace": str(missing)}
+    assert found[2].broken == dict.fromkeys(SOURCES, str(missing))  # SCE-LITE-HQ fills it, asked for or not
+    assert (tuned, picture) == ({}, None)
+    assert "did not run: The embedded weights lack" in found[3].markdown()
+
+
+def test_sce_lite_hq_starts_from_its_general_defaults(case: Case) -> None:
+    assert case.start(Row.of("sce-lite-hq")) == Recipe(k=K)
 
 
 # Printing --------------------------------------------------------------------------------------------------------
@@ -266,8 +289,8 @@ def test_json_and_csv_hold_no_nan() -> None:
 
 def test_the_grid_has_a_named_line_per_method() -> None:
     picture = grid(torch.zeros(3, 3, 64, 64), {"dime": torch.ones(3, 3, 64, 64), "ace": torch.ones(3, 3, 64, 64)})
-    assert picture.height == 3 * 64 + 2 * 2 and picture.width == tables.LABEL_WIDTH + 3 * 64 + 2 * 2
-    label = picture.crop((0, 66, tables.LABEL_WIDTH, 130))
+    assert picture.height == 3 * 64 + 2 * 2 and picture.width == LABEL_WIDTH + 3 * 64 + 2 * 2
+    label = picture.crop((0, 66, LABEL_WIDTH, 130))
     assert label.getextrema()[0][0] < 64  # something dark is written there
 
 
@@ -276,16 +299,27 @@ def test_timings_are_medians_of_processes_that_are_not_started_twice(
 ) -> None:
     seconds = iter([3.0, 1.0, 2.0])
 
-    def spawn(row: Row, settings: Path | None, arguments: argparse.Namespace) -> dict[str, float]:
-        if settings is None:
+    def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> dict[str, float]:
+        if load_only:
             return {"seconds": 0.0, "network_calls": 0.0, "peak_rss": 100e6, "weights": 10e6}
-        assert case.start(row).load(settings) == case.start(row)
+        assert METHODS[row.method].load(folder / "settings.json") == case.start(row)
         return {"seconds": next(seconds), "network_calls": 41.0, "peak_rss": 160e6, "weights": 10e6}
 
-    monkeypatch.setattr(tables, "_spawn", spawn)
-    row, asked = Row.of("diffeocf"), asked_for()
-    cost: Callable[[], dict[str, Figure]] = lambda: tables.cost_of(case, row, case.start(row), asked)  # noqa: E731
+    monkeypatch.setattr(costs, "spawn", spawn)
+    row, timing = Row.of("diffeocf"), Timing(2)
+    cost: Callable[[], dict[str, Figure]] = lambda: costs.cost_of(case, row, case.start(row), timing)  # noqa: E731
     first = cost()
     assert first["seconds_per_sample"] == Figure(2.0, 1.0, 3.0, 3)
     assert first["peak_mb"].value == 70.0 and first["network_calls"].value == 41.0
     assert cost() == first  # the iterator is empty: nothing was started again
+
+
+def test_a_process_of_its_own_measures_a_method(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    METHODS["ace"].defaults.changed(iterations=(1,), k=2).save(tmp_path / "settings.json")
+    (tmp_path / "guide.safetensors").write_bytes(serialise(case.surrogates.guide.network))
+    assert costs.main(["portraits", "ace@latent", str(tmp_path), "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["network_calls"] == 10  # one attack step and RePaint, five each, for one counterfactual
+    assert answer["seconds"] > 0 and 0 < answer["weights"] < answer["peak_rss"]
+    assert costs.main(["portraits", "ace@latent", str(tmp_path), "2", "--load-only"]) == 0
+    assert json.loads(capsys.readouterr().out)["network_calls"] == 0

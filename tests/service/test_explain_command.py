@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from audit.pictures import save_png, to_pil
+from engine.methods import METHODS
 from service.cli import main
+from service.commands.explain import BASELINES, DEFAULT_METHOD
 from worlds import WORLDS
 from worlds.store import WEIGHTS
 
 STUDENT = str(WEIGHTS / "portraits" / "student")
+PIXEL_IS_THERE = (WEIGHTS / "portraits" / "pixel").is_dir()
 
 
 @pytest.fixture
@@ -56,8 +59,32 @@ def test_mistakes_get_one_sentence_and_leave_nothing_behind(
     assert "no folder" in _mistake(capsys, *explain, "--image", image, "--prior", "sepia")
     assert "'k'" in _mistake(capsys, *explain, "--image", image, "--k", "0")
     assert "like 4GiB" in _mistake(capsys, *explain, "--image", image, "--max-memory", "plenty")
+    pixel = _mistake(capsys, *explain, "--image", image, "--prior", "portraits-pixel") if not PIXEL_IS_THERE else None
+    assert pixel is None or ("portraits/pixel" in pixel and "`python -m worlds.train pixel`" in pixel)
+    assert "no method 'time'; there are sce-lite-hq" in _mistake(capsys, *explain, "--image", image, "--method", "time")
+    ace = [*explain, "--image", image, "--method", "ace"]
+    assert "ace runs in eager torch alone" in _mistake(capsys, *ace, "--runtime", "onnx")
+    assert "for the method sce-lite-hq alone" in _mistake(capsys, *ace, "--max-memory", "4GiB")
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"eta": 1}')
+    assert "method's settings has no setting 'eta'" in _mistake(capsys, *ace, "--recipe", str(settings))
     assert "needs at least" in _mistake(capsys, *explain, "--image", image, "--max-memory", "1MB")
     assert not out.exists()
+
+
+def test_an_audit_takes_a_method_and_the_priors_of_its_world(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit = ["audit", "--world", "portraits", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    assert "no method 'time'" in _mistake(capsys, *audit, "--method", "time")
+    assert "dime runs in eager torch alone" in _mistake(capsys, *audit, "--method", "dime", "--runtime", "onnx")
+    assert "does not go with --server" in _mistake(capsys, *audit, "--method", "dime", "--server", "http://localhost:1")
+    assert "it has portraits and portraits-pixel" in _mistake(capsys, *audit, "--prior", "histology")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_names_every_method() -> None:
+    assert (DEFAULT_METHOD, *BASELINES) == tuple(METHODS)
 
 
 def test_calibration_asks_for_a_prior(capsys: pytest.CaptureFixture[str]) -> None:

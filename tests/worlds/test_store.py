@@ -8,9 +8,23 @@ import pytest
 import torch
 
 from engine.errors import WeightsError
+from engine.recipe import Recipe
 from worlds import WORLDS
 from worlds.classifiers import network, preprocessing
-from worlds.store import WEIGHTS, open_classifier, open_prior, weights_megabytes, write_classifier
+from worlds.pixel import BUDGET_MB
+from worlds.store import (
+    LATENT,
+    PIXEL,
+    RECIPES,
+    WEIGHTS,
+    embedded_prior,
+    open_classifier,
+    open_prior,
+    open_recipe,
+    prior_name,
+    weights_megabytes,
+    write_classifier,
+)
 
 WORLD = WORLDS["portraits"]
 
@@ -83,3 +97,17 @@ def test_the_shipped_folders_are_plain_diffusers_and_transformers_folders(name: 
 
 def test_the_weights_stay_within_their_budget() -> None:
     assert weights_megabytes() <= 30
+    assert weights_megabytes(parts=[PIXEL]) <= BUDGET_MB
+
+
+def test_a_pixel_space_prior_has_a_name_a_recipe_and_the_command_that_rebuilds_it(weights: Path) -> None:
+    assert embedded_prior("portraits") == (WORLD, LATENT)
+    assert embedded_prior("portraits-pixel") == (WORLD, PIXEL)
+    assert embedded_prior("portraits-prior") is None
+    assert prior_name(WORLDS["histology"], PIXEL) == "histology-pixel"
+    assert open_recipe(WORLD, PIXEL) == Recipe() or (RECIPES / "portraits-pixel.json").is_file()
+    shutil.rmtree(weights / "portraits" / "pixel", ignore_errors=True)
+    with pytest.raises(WeightsError, match=r"portraits/pixel.*`python -m worlds.train pixel`"):
+        open_prior(WORLD, weights, part=PIXEL)
+    with pytest.raises(ValueError, match="neither 'prior' nor 'pixel'"):
+        open_prior(WORLD, weights, part="vae")

@@ -1,6 +1,7 @@
 """Every method keeps one contract; each one's own promises have known answers."""
 
 import dataclasses
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -172,6 +173,29 @@ def test_settings_are_checked_stored_and_read_back(tmp_path: Path) -> None:
         METHODS["dime"].defaults.changed(eta=1.0)
 
 
+def test_a_file_of_settings_belongs_to_one_method(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"guidance": [3.0]}')
+    assert method_named("fastdime-2").load(file) == METHODS["fastdime-2"].defaults.changed(guidance=(3.0,))
+    METHODS["fastdime"].defaults.save(file)
+    with pytest.raises(RecipeError, match="variant '1'; that of the method fastdime-2 is '2'"):
+        method_named("fastdime-2").load(file)
+    with pytest.raises(RecipeError, match="'method' should be 'ace'"):
+        method_named("ace").load(file)
+
+
+def test_only_the_guided_loop_runs_elsewhere_than_in_torch() -> None:
+    for name, method in METHODS.items():
+        method.check_runtime("torch")
+        if name == "sce-lite-hq":
+            method.check_runtime("onnx")
+            continue
+        with pytest.raises(RecipeError, match=f"{re.escape(name)} runs in eager torch alone, not on onnx"):
+            method.check_runtime("onnx")
+        with pytest.raises(RecipeError, match="in eager torch alone"):
+            method(gaussian_prior(False), Sides(), Sides(), images(1), [1], short(name), runtime=object())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("family", ["sd3", "ldm", "pixel"])
 def test_every_method_runs_on_real_networks_of_every_family(tmp_path: Path, family: str) -> None:
     if family == "pixel":
@@ -219,9 +243,9 @@ def test_authors_schedules_are_what_their_papers_say() -> None:
     lengths = {}
     for name in ("dime", "fastdime", "ace", "sce"):
         settings = METHODS[name].defaults
-        lengths[name] = prior.path(settings.steps, settings.strength, 16, 16).length  # type: ignore[attr-defined]
+        lengths[name] = prior.path(settings.steps, settings.strength, 16, 16).length
     assert lengths == {"dime": 60, "fastdime": 60, "ace": 5, "sce": 20}
-    assert METHODS["dime"].defaults.tries == (8.0, 10.0, 15.0)  # type: ignore[attr-defined]
+    assert METHODS["dime"].defaults.tries == (8.0, 10.0, 15.0)  # type: ignore[union-attr]
 
 
 def test_the_unguided_walk_samples_the_exact_posterior() -> None:
@@ -266,7 +290,7 @@ def test_sce_locks_what_earlier_counterfactuals_edited() -> None:
 
 def test_ace_moves_a_pixel_at_most_one_step_an_iteration() -> None:
     settings = short("ace", iterations=(3,), step_size=0.02, strength=0.1, l1=0.0)
-    assert settings.tries == (3,)  # type: ignore[attr-defined]
+    assert settings.tries == (3,)  # type: ignore[union-attr]
     (found,) = run("ace", images(1), settings=settings)
     assert found.cost.decoder_backwards == 3
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.loop import CounterfactualSet, Originals
-from engine.methods import METHODS
+from engine.methods import METHODS, AnySettings
 from engine.methods.search import MethodSettings, Tally, Try
 from engine.prior import Prior
-from engine.settings import Settings
 from tests.engine.test_loop import Sides, gaussian_prior, images
 
 BASELINES = [name for name in METHODS if name != "sce-lite-hq"]
@@ -38,7 +37,7 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 
 
-def short(name: str, **changes: Any) -> Settings:
+def short(name: str, **changes: Any) -> AnySettings:
     """A method's settings with few steps, one sample per network call, and some of them changed."""
     return METHODS[name].defaults.changed(**{**SHORT[name], "micro_batch": 1, **changes})
 

@@ -1,0 +1,214 @@
+"""What all methods are compared on, and their counterfactuals, each batch of which is made once.
+
+Shapes: images [N, 3, H, W] in [0, 1].
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from audit.classifier import HuggingFaceClassifier
+from audit.explain import Explainer, distil_pair, runners_up
+from audit.finetune import FinetuneSettings, Labelled
+from audit.lpips import LPIPS
+from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
+from benchmarks.tables.plan import MEMORY, SPACES, K, Row
+from engine.loop import Cost, CounterfactualSet
+from engine.methods import METHODS, AnySettings
+from engine.methods.search import Perceptual
+from engine.prior import Prior
+from engine.surrogate import SurrogatePair
+from service.progress import distilling
+from worlds import World
+from worlds.classifiers import RECIPES
+from worlds.store import open_classifier, open_prior
+from worlds.world import Sample
+
+BATCH = 10
+GAIN_TEST_SEED = 820_001
+N_GAIN_TEST = 2_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all methods are compared on: one world's poisoned student, its surrogates and pictures."""
+
+    world: World
+    classifier: HuggingFaceClassifier
+    surrogates: SurrogatePair
+    oracle: HuggingFaceClassifier
+    cache: Path
+    batch: int = BATCH
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings by method that differ from the authors'."""
+    perceptual: Perceptual | None = None
+    repair: FinetuneSettings = field(default_factory=FinetuneSettings)
+    """How the student is fine-tuned for the gain."""
+    _priors: dict[str, Prior] = field(default_factory=dict, compare=False)
+
+    def prior(self, space: str) -> Prior:
+        """The world's latent or pixel-space prior, loaded once."""
+        if space not in self._priors:
+            self._priors[space] = open_prior(self.world, part=SPACES[space])
+        return self._priors[space]
+
+    def start(self, row: Row) -> AnySettings:
+        """The settings that calibration starts from: the method's own defaults."""
+        changes = {**MEMORY.get(row.method, {}), **self.changes.get(row.method, {})}
+        return METHODS[row.method].defaults.changed(**{**changes, "k": K})
+
+    def tried(self, row: Row, changes: Mapping[str, Any]) -> AnySettings:
+        """A candidate of calibration; what was asked for on the command line stands above it."""
+        return self.start(row).changed(**{**changes, **self.changes.get(row.method, {})})
+
+    def targets(self, images: Tensor) -> list[int]:
+        """The other class of each picture."""
+        chosen: list[int] = runners_up(self.classifier.probabilities(images))[1].tolist()
+        return chosen
+
+    def folder(self, row: Row, settings: AnySettings, images: Tensor) -> Path:
+        """Where counterfactuals are kept; another model, setting or picture is another folder."""
+        parts = [settings.digest, self.prior(row.space).content_hash, self.classifier.content_hash]
+        parts += [self.surrogates.guide.weights_hash, str(self.perceptual is not None)]
+        parts.append(hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest())
+        return self.cache / self.world.name / row.name / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def originals(self) -> Labelled:
+        """The student's own training pictures."""
+        recipe = RECIPES[self.world.name]["student"]
+        learned = self.world.poisoned(recipe.images, recipe.seed, recipe.rho)
+        return Labelled.of(learned.images, learned.labels)
+
+    @cached_property
+    def tested(self) -> Sample:
+        """Unpoisoned pictures for the gain."""
+        return self.world.sample(N_GAIN_TEST, GAIN_TEST_SEED)
+
+
+def make_sets(case: Case, row: Row, settings: AnySettings, images: Tensor) -> list[CounterfactualSet]:
+    """The counterfactuals of pictures by one method, each batch read from the disk or made and written there."""
+    folder = case.folder(row, settings, images)
+    sets: list[CounterfactualSet] = []
+    targets = case.targets(images)
+    title = f"{case.world.name} {row.name}"
+    for start in tqdm(range(0, len(images), case.batch), desc=title, unit="batch", leave=False):
+        rows = slice(start, start + case.batch)
+        file = folder / f"{start:05d}.safetensors"
+        if not file.is_file():
+            made = METHODS[row.method](
+                case.prior(row.space),
+                case.classifier,
+                case.surrogates.guide,
+                images[rows],
+                targets[rows],
+                settings,
+                list(range(len(images)))[rows],
+                perceptual=case.perceptual,
+            )
+            write_sets(made, file)
+        sets += read_sets(file, settings)
+    return sets
+
+
+def write_sets(sets: Sequence[CounterfactualSet], file: Path) -> None:
+    """A batch of counterfactual sets as one safetensors file, written under a temporary name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: torch.stack([getattr(found, name) for found in sets]).contiguous()
+        for name in ("x0", "images", "soft_masks", "edit_masks", "logits", "source_logits")
+    }
+    rest = [
+        {
+            "source": found.source,
+            "target": found.target,
+            "flipped": found.flipped,
+            "seed": found.seed,
+            "factors": found.factors,
+            "hashes": found.hashes,
+            "costs": [dataclasses.asdict(cost) for cost in found.costs],
+            "setup": dataclasses.asdict(found.setup),
+        }
+        for found in sets
+    ]
+    partial = file.with_name(file.name + ".partial")
+    save_file(tensors, partial, {"sets": json.dumps(rest)})
+    partial.replace(file)
+
+
+def read_sets(file: Path, settings: AnySettings) -> list[CounterfactualSet]:
+    """The counterfactual sets of a file that `write_sets` wrote."""
+    with safe_open(file, "pt") as stored:
+        rest = json.loads(stored.metadata()["sets"])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is not a mapping
+    return [
+        CounterfactualSet(
+            **{name: tensor[b] for name, tensor in tensors.items()},
+            source=one["source"],
+            target=one["target"],
+            flipped=tuple(one["flipped"]),
+            seed=one["seed"],
+            recipe=settings,
+            factors=tuple(one["factors"]),
+            hashes=one["hashes"],
+            costs=tuple(Cost(**cost) for cost in one["costs"]),
+            setup=Cost(**one["setup"]),
+        )
+        for b, one in enumerate(rest)
+    ]
+
+
+def run_of(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) -> Run:
+    """Counterfactual sets with what judges them."""
+    return Run(
+        Explainer(case.prior(row.space), case.classifier, case.surrogates, case.start(row), method=row.method),
+        data,
+        sets,
+    )
+
+
+def open_case(
+    world: World,
+    cache: Path,
+    surrogates: Path,
+    *,
+    batch: int = BATCH,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    lpips: Path | None = None,
+    repair_steps: int | None = None,
+) -> Case:
+    """The student of a world with its surrogates, from their folder or distilled now."""
+    classifier = open_classifier(world, "student")
+    pictures = world.sample(DISTIL_IMAGES, DISTIL_SEED).images
+    with distilling() as report:
+        pair = distil_pair(classifier, pictures, surrogates, progress=report)
+    repair = FinetuneSettings() if repair_steps is None else FinetuneSettings(steps=repair_steps)
+    perceptual = LPIPS.load(lpips) if lpips else None
+    oracle = open_classifier(world, "oracle")
+    return Case(world, classifier, pair, oracle, cache, batch, changes or {}, perceptual, repair)
+
+
+def once(file: Path, work: Callable[[], Any]) -> Any:
+    """What a JSON file holds; where there is none, the work is done and written to it."""
+    if not file.is_file():
+        write_text(file, json.dumps(work(), allow_nan=False))
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_text(file: Path, text: str) -> None:
+    """The file is whole or not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

@@ -1,0 +1,118 @@
+"""The numbers of Table 3: time, memory and network calls, each run in a process of its own.
+
+Such a process holds the prior, the classifier, the guide and a few pictures, and nothing else that could hide a peak.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from audit.explain import runners_up
+from audit.lpips import LPIPS
+from benchmarks.memory import MB, peak_rss, weight_bytes
+from benchmarks.quality import TEST_SEED
+from benchmarks.tables.case import Case, once
+from benchmarks.tables.figures import Figure, Figures
+from benchmarks.tables.plan import SPACES, Row
+from engine.errors import InputError
+from engine.methods import METHODS, AnySettings, method_named
+from engine.surrogate import GUIDE, serialise
+from engine.surrogate_net import SurrogateNetwork
+from worlds import WORLDS, World
+from worlds.store import open_classifier, open_prior
+
+TIMING_RUNS = 3
+TIMING_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How cost is measured: pictures in a run, and the perceptual distance."""
+
+    batch: int
+    lpips: Path | None = None
+
+
+def cost_of(case: Case, row: Row, settings: AnySettings, timing: Timing) -> Figures:
+    """Table 3's columns for one method: medians over processes of their own.
+
+    Peak memory is that of the process less that of one which only loads the same models, plus their weights.
+    """
+    parts = [settings.digest, str(timing.batch), case.prior(row.space).content_hash, case.classifier.content_hash]
+    parts += [case.surrogates.guide.weights_hash, str(timing.lpips is not None), str(torch.get_num_threads())]
+    key = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+    folder = case.cache / case.world.name / "timings" / f"{row.name}-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.save(folder / "settings.json")
+    (folder / "guide.safetensors").write_bytes(serialise(case.surrogates.guide.network))
+    base = once(folder / "load.json", lambda: spawn(case.world, row, folder, timing, load_only=True))
+    answers = [
+        once(folder / f"run-{number}.json", lambda: spawn(case.world, row, folder, timing))
+        for number in tqdm(range(TIMING_RUNS), desc=f"{case.world.name} {row.name}: timing", unit="run", leave=False)
+    ]
+    seconds = [answer["seconds"] for answer in answers]
+    peaks = [(max(0, answer["peak_rss"] - base["peak_rss"]) + answer["weights"]) / MB for answer in answers]
+    return {
+        "seconds_per_sample": Figure(statistics.median(seconds), min(seconds), max(seconds), len(seconds)),
+        "peak_mb": Figure(statistics.median(peaks), min(peaks), max(peaks), len(peaks)),
+        "network_calls": Figure(statistics.median(a["network_calls"] for a in answers), n=len(answers)),
+    }
+
+
+def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> Any:
+    """What a fresh process measures with the settings and the guide of a folder."""
+    command = [sys.executable, "-m", "benchmarks.tables.cost", world.name, row.name, str(folder), str(timing.batch)]
+    command += ["--lpips", str(timing.lpips)] if timing.lpips else []
+    command += ["--load-only"] if load_only else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"{row.name} failed in a process of its own: {done.stderr.strip()[-800:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what this process sees of a method: seconds and network calls per sample for one counterfactual, peak."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables.cost", description=__doc__)
+    parser.add_argument("world", choices=list(WORLDS))
+    parser.add_argument("row")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("pictures", type=int)
+    parser.add_argument("--lpips", type=Path)
+    parser.add_argument("--load-only", action="store_true")
+    arguments = parser.parse_args(argv)
+    world, row = WORLDS[arguments.world], Row.of(arguments.row)
+    prior, classifier = open_prior(world, part=SPACES[row.space]), open_classifier(world, "student")
+    guide = SurrogateNetwork(len(classifier.labels), GUIDE.network).eval().requires_grad_(False)
+    guide.load_state_dict(load_file(arguments.folder / "guide.safetensors"))
+    perceptual = LPIPS.load(arguments.lpips) if arguments.lpips else None
+    settings = method_named(row.method).load(arguments.folder / "settings.json").changed(k=1)
+    x, n = world.sample(arguments.pictures, TEST_SEED).images, arguments.pictures
+    targets = runners_up(classifier.probabilities(x))[1].tolist()
+    with torch.no_grad():  # libraries set themselves up at the first call
+        prior.predict(prior.encode(x[:1]), prior.path(2, 0.5, world.size, world.size).timesteps[0])
+    answer = {"seconds": 0.0, "network_calls": 0.0}
+    if not arguments.load_only:
+        start = time.perf_counter()
+        found = METHODS[row.method](
+            prior, classifier, guide, x, targets, settings, list(range(n)), perceptual=perceptual
+        )
+        answer["seconds"] = (time.perf_counter() - start) / n
+        answer["network_calls"] = sum(one.cost.network_calls for one in found) / n
+    weights = weight_bytes(prior, classifier, guide)
+    print(json.dumps({**answer, "peak_rss": peak_rss(), "weights": weights}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""The numbers of Tables 1 and 2, each with its interval and its N."""
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from audit.classifier import HuggingFaceClassifier
+from audit.finetune import Labelled, finetune, predict
+from audit.metrics import (
+    Mean,
+    Rate,
+    diversity,
+    edited_area,
+    flip_rate,
+    frechet_distance,
+    gain,
+    group_accuracies,
+    mean_of,
+    na,
+    nafr,
+    sparsity,
+)
+from audit.teachers import Judgement, OracleTeacher, Pairs
+from benchmarks.quality import TEST_SEED, Run
+from benchmarks.tables.case import Case, once, run_of
+from benchmarks.tables.plan import K, Row
+from engine.loop import CounterfactualSet
+from service.progress import counting
+from worlds.measure import features
+from worlds.world import Sample
+
+GAIN_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a table with its interval, where it has one."""
+
+    value: float
+    lower: float = -math.inf
+    upper: float = math.inf
+    n: int = 0
+
+    @classmethod
+    def of(cls, found: Mean | Rate) -> "Figure":
+        """A mean or a rate."""
+        return cls(found.value, found.lower, found.upper, found.n)
+
+
+Figures = dict[str, Figure]
+
+
+def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], repairs: int) -> Figures:
+    """Table 1's columns for one method; `repairs` is the number of fine-tunings that the gain is a mean of."""
+    run = run_of(case, row, data, sets)
+    flipped, confirmed = (np.stack([by(k) for k in range(K)], axis=1) for by in (run.flipped, run.confirmed))
+    valid = flipped & confirmed
+    encoded = torch.stack([features(case.oracle, x) for x in (data.images, run.images(0), run.images(1))])
+    delta = (encoded[1:] - encoded[:1]).transpose(0, 1).numpy()
+    first = valid[:, 0]
+    figures = {
+        "na": Figure.of(na(flipped[:, 0], confirmed[:, 0])),
+        "nafr": Figure.of(nafr(flipped[:, 0], confirmed[:, 0])),
+        "flip_rate": Figure.of(flip_rate(flipped[:, 0])),
+    }
+    figures["sparsity"] = Figure.of(mean_of(sparsity(delta[first, 0]) if first.any() else []))
+    figures["diversity"] = Figure.of(diversity(delta, valid).absolute)
+    figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
+    real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)
+    figures["realism"] = Figure(frechet_distance(real, encoded[1]), n=len(sets))
+    figures["gain"] = gained(case, run, valid, repairs)
+    return figures
+
+
+def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:
+    """The share of the student's group error that is gone after fine-tuning on this method's false counterfactuals.
+
+    Where no valid counterfactual is false there is nothing to learn from, the student stays as it is, and the gain is
+    0. The interval is that of the fine-tuning seeds.
+    """
+    if repairs < 1:
+        return Figure(math.nan)
+    chosen = [(int(b), int(k)) for b, k in np.argwhere(valid)]
+    false = []
+    if chosen:
+        pairs = Pairs(
+            x=torch.stack([run.sets[b].x0 for b, _ in chosen]),
+            x_cf=torch.stack([run.sets[b].images[k] for b, k in chosen]),
+            edits=torch.stack([run.sets[b].edit_masks[k] for b, k in chosen]),
+            names=tuple(f"{b}-{k}" for b, k in chosen),
+            rows=tuple(b for b, _ in chosen),
+        )
+        teacher = OracleTeacher.tested(case.oracle.probabilities, run.data.images, run.data.labels)
+        false = [pair for pair, said in zip(chosen, teacher(pairs), strict=True) if said is Judgement.FALSE]
+    if len({b for b, _ in false}) < 2:
+        return Figure(0.0, n=0)
+    lessons = Labelled.of(
+        torch.stack([run.sets[b].images[k] for b, k in false]),
+        run.data.labels[[b for b, _ in false]],
+        [b for b, _ in false],
+    )
+    parts = [case.classifier.content_hash.encode(), str(asdict(case.repair)).encode()]
+    parts += [lessons.images.numpy().tobytes(), lessons.labels.numpy().tobytes()]
+    key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    before = average_group_accuracy(case, case.classifier)
+    values = []
+    for seed in range(repairs):
+
+        def repaired(seed: int = seed) -> float:
+            with counting(f"{case.world.name}: repair {seed + 1} of {repairs}", "step") as progress:
+                better = finetune(
+                    case.classifier, lessons, case.originals, case.repair, seed=seed, progress=progress
+                ).classifier
+            return gain(before, average_group_accuracy(case, better))
+
+        values.append(once(case.cache / case.world.name / "repairs" / f"{key}-{seed}.json", repaired))
+    return Figure.of(mean_of(values))
+
+
+def average_group_accuracy(case: Case, classifier: HuggingFaceClassifier) -> float:
+    """Average group accuracy on unpoisoned pictures."""
+    test = case.tested
+    found = predict(classifier, Labelled.of(test.images, test.labels)).argmax(1)
+    return group_accuracies(found, test.labels, test.confounders).aga.value

@@ -1,0 +1,158 @@
+"""Tables as Markdown, CSV and JSON, and the picture grid."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from audit.pictures import save_png, sheet
+from benchmarks.tables.case import write_text
+from benchmarks.tables.figures import Figure, Figures
+
+GRID_COLUMNS = 12
+LABEL_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its key, its heading, whether more is better, and how its numbers are printed."""
+
+    key: str
+    heading: str
+    more: bool = True
+    percent: bool = True
+    digits: int = 1
+
+    def text(self, value: float) -> str:
+        """A value as it stands in the table."""
+        return "–" if not math.isfinite(value) else f"{value * (100 if self.percent else 1):.{self.digits}f}"
+
+
+COLUMNS1 = (
+    Column("na", "NA"),
+    Column("sparsity", "sparsity"),
+    Column("nafr", "NAFR"),
+    Column("diversity", "diversity"),
+    Column("gain", "gain"),
+    Column("flip_rate", "flip rate"),
+    Column("area", "edited area", more=False),
+    Column("realism", "Fréchet", more=False, percent=False, digits=2),
+)
+COLUMNS2 = tuple(c for key in ("nafr", "na", "sparsity", "diversity") for c in COLUMNS1 if c.key == key)
+COLUMNS3 = (
+    Column("seconds_per_sample", "seconds per sample", more=False, percent=False, digits=2),
+    Column("peak_mb", "peak MB", more=False, percent=False, digits=0),
+    Column("network_calls", "network calls", more=False, percent=False, digits=0),
+)
+
+
+@dataclass
+class Table:
+    """A table of the paper with our numbers: rows of figures by key, or why a row is broken."""
+
+    title: str
+    columns: tuple[Column, ...]
+    paper: Mapping[str, Mapping[str, float]]
+    rows: dict[str, Figures] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+
+    def places(self, column: Column) -> dict[str, int]:
+        """1 for the best rows of a column and 2 for the second best, by the number as it is printed."""
+        values = {
+            row: round(figures[column.key].value, column.digits + (2 if column.percent else 0))
+            for row, figures in self.rows.items()
+            if column.key in figures and math.isfinite(figures[column.key].value)
+        }
+        ranked = sorted(set(values.values()), reverse=column.more)
+        return {row: ranked.index(value) + 1 for row, value in values.items() if ranked.index(value) < 2}
+
+    def markdown(self) -> str:
+        """The table with intervals, the paper's number in brackets, the best bold and the second underlined."""
+        head = ["", *(f"{c.heading} {'↑' if c.more else '↓'}" for c in self.columns)]
+        lines = [f"## {self.title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        places = {column.key: self.places(column) for column in self.columns}
+        for row, figures in self.rows.items():
+            cells = [self.titles.get(row, row)]
+            for column in self.columns:
+                figure = figures.get(column.key, Figure(math.nan))
+                text = column.text(figure.value)
+                text = {1: f"**{text}**", 2: f"<u>{text}</u>"}.get(places[column.key].get(row, 0), text)
+                if math.isfinite(figure.value) and math.isfinite(figure.lower) and math.isfinite(figure.upper):
+                    text += f" <sub>{column.text(figure.lower)}–{column.text(figure.upper)}</sub>"
+                paper = self.paper.get(row, {}).get(column.key)
+                cells.append(text + (f" ({column.text(paper)})" if paper is not None else ""))
+            lines.append(f"| {' | '.join(cells)} |")
+        for row, reason in self.broken.items():
+            said = " ".join(reason.split()).replace("|", "\\|")
+            lines.append(f"| {self.titles.get(row, row)} | did not run: {said} |{' |' * (len(self.columns) - 1)}")
+        return "\n".join(lines) + "\n"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record per number, for CSV; one without a number for a row that did not run."""
+        broken = [{"table": self.title, "row": row, "did_not_run": why} for row, why in self.broken.items()]
+        return broken + [
+            {
+                "table": self.title,
+                "row": row,
+                "metric": column.key,
+                "value": _number(figures[column.key].value),
+                "lower": _number(figures[column.key].lower),
+                "upper": _number(figures[column.key].upper),
+                "n": figures[column.key].n,
+                "paper": self.paper.get(row, {}).get(column.key),
+                "place": self.places(column).get(row),
+            }
+            for row, figures in self.rows.items()
+            for column in self.columns
+            if column.key in figures
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Row → metric → value, with the intervals beside them; a row that did not run has nothing but the reason."""
+        empty = {column.key: None for column in self.columns}
+        broken = {row: {**empty, "did_not_run": why} for row, why in self.broken.items()}
+        return broken | {
+            row: {
+                **{key: _number(figure.value) for key, figure in figures.items()},
+                "intervals": {key: [_number(f.lower), _number(f.upper)] for key, f in figures.items()},
+            }
+            for row, figures in self.rows.items()
+        }
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def grid(originals: Tensor, rows: Mapping[str, Tensor]) -> Image.Image:
+    """Originals above one line of counterfactuals per method, each with its name."""
+    lines = {"original": originals, **rows}
+    pictures = sheet([x[:GRID_COLUMNS] for x in lines.values()])
+    canvas = Image.new("RGB", (pictures.width + LABEL_WIDTH, pictures.height), "white")
+    canvas.paste(pictures, (LABEL_WIDTH, 0))
+    pen = ImageDraw.Draw(canvas)
+    height = pictures.height / len(lines)
+    for i, name in enumerate(lines):
+        pen.text((4, int(height * i + height / 2) - 6), name, fill="black")
+    return canvas
+
+
+def write_results(stem: Path, text: str, tables: Sequence[Table], picture: Image.Image | None) -> None:
+    """Markdown, CSV and picture under one name."""
+    write_text(stem.with_suffix(".md"), text)
+    stream = io.StringIO()
+    names = ["table", "row", "metric", "value", "lower", "upper", "n", "paper", "place", "did_not_run"]
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(record for table in tables for record in table.records())
+    write_text(stem.with_suffix(".csv"), stream.getvalue())
+    if picture is not None:
+        save_png(picture, stem.with_suffix(".png"))
