@@ -25,7 +25,7 @@ def wander(prior: Prior, path: Path, z: Tensor, generators: Sequence[torch.Gener
 
     Each step forgets part of the state and draws fresh noise for it, so that a network's errors at high noise are made
     good further down; a deterministic walk would carry them along. In h, the growth of log(a/b) over a step, the
-    process is solved exactly for an estimate z_hat that grows as it did over the step before.
+    process is solved exactly for an estimate z_hat that grows as it did over the step before, and no further.
     """
     growth = (path.a / path.b).log().diff()  # infinite where a level is pure noise or pure data
     before: Tensor | None = None
@@ -34,7 +34,8 @@ def wander(prior: Prior, path: Path, z: Tensor, generators: Sequence[torch.Gener
         ahead = z_hat
         last = bool(path.b[i + 1] == 0)
         if before is not None and not last:
-            ahead = z_hat + 0.5 * growth[i] / growth[i - 1] * (z_hat - before)
+            # Over a longer step the trend is not drawn out further: the estimate does not go on growing.
+            ahead = z_hat + 0.5 * torch.clamp(growth[i] / growth[i - 1], max=1.0) * (z_hat - before)
         if last:
             return z_hat
         fresh = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators]).to(z.device, z.dtype)
