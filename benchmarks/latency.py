@@ -165,7 +165,7 @@ def one_pass(recipe: Recipe, early_stop: bool) -> Recipe:
     """One counterfactual by one pass of Algorithm 1: no escalation and nothing after it, for every row alike."""
     margin = (recipe.margin or 0.0) if early_stop else None
     return recipe.changed(
-        k=1, escalation=(1.0,), prune=False, second_pass=False, harmonise=(), margin=margin, micro_batch=None
+        k=1, escalation=(1.0,), prune=False, second_pass=False, redraw=0, harmonise=(), margin=margin, micro_batch=None
     )
 
 

@@ -40,7 +40,7 @@ from worlds.truth import edit_shares
 from worlds.world import Sample
 
 RESULTS = Path(__file__).parent / "results"
-DISTIL_SEED, TEST_SEED = 700_001, 800_001
+DISTIL_SEED, TEST_SEED = 700_001, 810_001
 DISTIL_IMAGES = 2_000
 BATCH = 20
 GRID_COLUMNS = 12

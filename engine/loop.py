@@ -39,8 +39,10 @@ from engine.path import Path
 from engine.prior import Prior, content_hash
 from engine.prune import SHARES, part, ranks, relevance, smallest
 from engine.recipe import Recipe
+from engine.redraw import LEVELS, redraw, surprise
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.sampling import row_seed
 from engine.settings import Settings
 
 REGION_RIM = 3
@@ -213,7 +215,9 @@ def counterfactuals(
         found: list[_Best] = []
         for k in range(recipe.k):
             m_excl = exclusion(cumulative, edited, recipe.tau)
-            best = _escalate(runtime, f, guide, originals, noises[:, k], m_excl, recipe, k, progress, cancel)
+            best = _escalate(runtime, f, guide, originals, noises[:, k], numbers, m_excl, recipe, k, progress, cancel)
+            if k and recipe.surprise_limit is not None:
+                _withhold(runtime, originals, noises[:, k], source_logits, recipe.surprise_limit, best)
             cumulative = cumulative + psi(x0, best.x_cf, recipe.blur)
             edited = torch.maximum(edited, (best.soft > 0).to(edited.dtype))
             found.append(best)
@@ -382,6 +386,7 @@ def _escalate(
     guide: Model,
     originals: Originals,
     eps: Tensor,
+    seeds: Sequence[int],
     m_excl: Tensor,
     recipe: Recipe,
     k: int,
@@ -413,8 +418,13 @@ def _escalate(
             region = editable[hit] * grown(tried.soft[hit] > 0, REGION_RIM).to(editable.dtype)
             again = _try(runtime, f, guide, some.pick(hit), eps[rows][hit], region, recipe, factor, margin, watch)
             tried.replace(hit, again, convincing(again.logits, query(guide, again.x_cf), some.y[hit], recipe))
-        if recipe.harmonise and bool(tried.flipped.any()):
-            _harmonise(runtime, f, guide, some, eps[rows], editable, recipe, tried, watch)
+        rough = tried.flipped.nonzero()[:, 0]
+        if recipe.redraw and len(rough):
+            own = [row_seed(seeds[row], k) for row in rows[rough].tolist()]
+            found = _redraw(runtime, f, guide, some, eps[rows], own, editable, recipe, tried, rough, watch)
+            rough = rough[~found]
+        if recipe.harmonise and len(rough):
+            _harmonise(runtime, f, guide, some, eps[rows], editable, recipe, tried, rough, watch)
         x_cf, soft, logits, flipped = tried.x_cf, tried.soft, tried.logits, tried.flipped
         scores = lead(logits, some.y)
         seconds = (time.perf_counter() - start) / len(rows)
@@ -504,6 +514,72 @@ def convincing(logits: Tensor, guide_logits: Tensor, y: Tensor, recipe: Recipe) 
     return flipped & (lead(logits, y) >= margin) & (lead(guide_logits, y) >= margin)
 
 
+def _redraw(
+    runtime: Runtime,
+    f: Model,
+    guide: Model,
+    originals: Originals,
+    eps: Tensor,
+    seeds: Sequence[int],
+    m_excl: Tensor,
+    recipe: Recipe,
+    tried: _Try,
+    hit: Tensor,
+    watch: Callable[[int], None],
+) -> Tensor:
+    """Draws the counterfactuals `hit` of a try anew and says of each whether a convincing one was found.
+
+    The walk aims half way from the margin to certainty, for its unguided end gives some of that away.
+    """
+    some = originals.pick(hit)
+    aim = 1.0 - (1.0 - (recipe.margin or 0.0)) / 2
+
+    def satisfies(logits: Tensor, rows: Tensor) -> Tensor:
+        return lead(logits, some.y[rows]) >= aim
+
+    def convinces(x: Tensor, rows: Tensor) -> Tensor:
+        return convincing(query(f, x), query(guide, x), some.y[rows], recipe)
+
+    done = redraw(
+        runtime,
+        some.x0,
+        some.z0,
+        some.y,
+        tried.x_cf[hit],
+        tried.soft[hit],
+        m_excl[hit],
+        eps[hit],
+        seeds,
+        recipe,
+        satisfies,
+        convinces,
+        watch,
+    )
+    tried.x_cf[hit], tried.soft[hit], tried.logits[hit] = done.x_cf, done.soft, query(f, done.x_cf)
+    tried.queries[hit] += done.walks + 1
+    tried.decodes[hit] += done.walks
+    tried.network_calls[hit] += done.network_calls
+    tried.guided_steps[hit] += done.guided_steps
+    return done.found
+
+
+def _withhold(
+    runtime: Runtime, originals: Originals, eps: Tensor, source_logits: Tensor, limit: float, best: "_Best"
+) -> None:
+    """Replaces by the original what did not flip, or surprises the prior more than `limit` times as much as x0 does.
+
+    Surprise is compared where the edit is. A second explanation is welcome, but a smear explains nothing.
+    """
+    start = time.perf_counter()
+    free = 1.0 - to_latent((best.soft <= 0).to(eps.dtype), (eps.shape[-2], eps.shape[-1]))
+    odd, usual = (surprise(runtime, x, free, eps) for x in (best.x_cf, originals.x0))
+    gone = ~best.flipped | (odd > limit * usual)
+    best.x_cf[gone], best.soft[gone] = originals.x0[gone], 0.0
+    best.logits[gone], best.flipped[gone] = source_logits[gone], False
+    asked = Cost(network_calls=2 * 2 * len(LEVELS), seconds=(time.perf_counter() - start) / len(eps))
+    best.costs = [cost + asked for cost in best.costs]
+
+
 def _harmonise(
     runtime: Runtime,
     f: Model,
@@ -513,10 +589,10 @@ def _harmonise(
     m_excl: Tensor,
     recipe: Recipe,
     tried: _Try,
+    hit: Tensor,
     watch: Callable[[int], None],
 ) -> None:
-    """Walks the flipped counterfactuals of a try back onto the prior."""
-    hit = tried.flipped.nonzero()[:, 0]
+    """Walks the counterfactuals `hit` of a try back onto the prior."""
     some = originals.pick(hit)
 
     def convinces(x: Tensor, rows: Tensor) -> Tensor:

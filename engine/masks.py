@@ -96,6 +96,19 @@ def rimmed(support: Tensor, feather: float) -> Tensor:
     return torch.maximum(support, rim)
 
 
+def rounded(edit: Tensor, sigma: float, threshold: float) -> Tensor:
+    """A bool mask that follows an edit [B, 1, H, W] of bool without its islands, holes and teeth.
+
+    It is where the blurred edit reaches the threshold: 0.5 leaves a straight border where it is, less moves it out.
+    """
+    return gaussian_blur(edit.float(), sigma) >= threshold
+
+
+def faded(region: Tensor, sigma: float) -> Tensor:
+    """Weights of a composite that stays inside a region of 0 and 1: 0 at its border, 1 two sigma further inside."""
+    return (2.0 * gaussian_blur(region, sigma) - 1.0).clamp(0.0, 1.0) * region
+
+
 def composite(x0: Tensor, x: Tensor, soft: Tensor) -> Tensor:
     """x blended into x0 by the soft edit mask; where the mask is 0 the pixels of x0 are returned bit for bit."""
     blended = (x0 + soft * (x - x0)).clamp(0.0, 1.0)

@@ -18,7 +18,7 @@ GradientName = Literal[
     "path_gradient",
 ]
 Positive = Annotated[float, Field(gt=0)]
-NoiseShare = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Recipe(Settings):
@@ -63,7 +63,17 @@ class Recipe(Settings):
     )
     prune: bool = Field(False, description="give back what the flip does not need; the paper does not")
     second_pass: bool = Field(False, description="walk again inside the edit alone and keep that if it flips too")
-    harmonise: tuple[NoiseShare, ...] = Field(
+    redraw: int = Field(0, ge=0, le=64, description="random walks that draw a flipped edit anew, per region; 0: none")
+    redraw_eta: float = Field(1.0, ge=0, description="push of such a walk on z_hat, relative to the gradient's RMS")
+    redraw_blur: float = Field(3.0, ge=0, description="standard deviation that rounds the edit's region, in pixels")
+    redraw_regions: tuple[Share, ...] = Field(
+        (0.5, 0.25), min_length=1, max_length=16, description="thresholds of the rounded edit, smallest region first"
+    )
+    redraw_fade: float = Field(1.0, ge=0, description="standard deviation of the rim inside the region, in pixels")
+    surprise_limit: Positive | None = Field(
+        None, description="a later counterfactual that surprises the prior more, relative to x0, is not handed out"
+    )
+    harmonise: tuple[Share, ...] = Field(
         (), max_length=16, description="noise levels, the largest first, from which a flipped edit is walked unguided"
     )
 
@@ -88,7 +98,7 @@ class Recipe(Settings):
             raise ValueError("should grow from try to try")
         return escalation
 
-    @field_validator("harmonise")
+    @field_validator("harmonise", "redraw_regions")
     @classmethod
     def _falls(cls, strengths: tuple[float, ...]) -> tuple[float, ...]:
         if any(late >= early for early, late in pairwise(strengths)):

@@ -6,8 +6,11 @@ The folder is verified as engine.runtime.artifact_folder says. A provider that i
 because ONNX Runtime would fall back to the CPU without a word.
 """
 
+import ctypes
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -62,10 +65,12 @@ __all__ = [
     "pick_graph",
     "read_graph",
     "read_manifest",
+    "release_idle_threads",
 ]
 
 SMALL_BYTES = 64_000_000
 """Up to this size a graph is opened twice on the CPU: for one thread, of which several share a batch, and for all."""
+OMP_PAUSE_SOFT = 1
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
 
@@ -73,10 +78,10 @@ class OnnxRuntime:
     """A prior and a guide as ONNX graphs, bound to a recipe's path.
 
     `provider` is cpu, cuda or tensorrt. On the CPU, threads do not spin while they wait: torch works between the calls
-    on the same cores. The samples of a batch are shared out, and each thread runs the whole graph on its own, so that
-    none is woken for every small operator; which is faster was not measured. A batch that no graph
-    was exported for is padded up to the next fixed size, and refused beyond the largest. Results lie where the inputs
-    came from.
+    on the same cores, and its threads are sent away before a call, because they would spin into it for milliseconds.
+    The samples of a batch are shared out, and each thread runs the whole graph on its own, so that none is woken for
+    every small operator; measured, this is faster than all threads in each operator. A batch that no graph was exported
+    for is padded up to the next fixed size, and refused beyond the largest. Results lie where the inputs came from.
     """
 
     def __init__(
@@ -147,6 +152,8 @@ class OnnxRuntime:
             ).contiguous()
             for x, port in zip(inputs, graph.inputs, strict=True)
         ]
+        if self.provider == "cpu" and self.threads > 1:
+            release_idle_threads()
         if self.provider != "cpu":
             outputs = self._run_device(self._session(graph, self.threads), graph, tensors)
         elif batch > 1 and self._is_shared_out(graph):
@@ -205,6 +212,30 @@ class OnnxRuntime:
                 content, provider=self.provider, threads=threads, device_id=self.device_id
             )
         return self._sessions[graph.file, threads]
+
+
+def release_idle_threads() -> None:
+    """Ends the calling thread's OpenMP team, which torch starts again when it next needs one.
+
+    After a parallel operator of torch its other threads busy-wait for the next one, for about 10^7 cycles each, and
+    take a core that a session could compute on. A no-op where torch brings another OpenMP library than GNU's.
+    """
+    library = _gnu_openmp()
+    if library is not None:
+        library.omp_pause_resource_all(OMP_PAUSE_SOFT)
+
+
+@cache
+def _gnu_openmp() -> Any:
+    """The library that torch itself has loaded, never a second copy of it."""
+    for file in sorted((FilePath(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        try:
+            library = ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        except OSError:
+            continue
+        if hasattr(library, "omp_pause_resource_all"):
+            return library
+    return None
 
 
 def open_session(content: bytes | str, *, provider: str = "cpu", threads: int = 1, device_id: int = 0) -> Any:

@@ -6,10 +6,12 @@ import torch
 from engine.masks import (
     composite,
     exclusion,
+    faded,
     frozen,
     gaussian_blur,
     phase_one,
     psi,
+    rounded,
     soft_edit,
     to_latent,
     to_pixels,
@@ -89,3 +91,26 @@ def test_the_rim_does_not_enter_closed_or_kept_pixels() -> None:
     soft = soft_edit(residual, nothing, m_excl, tau=0.5, feather=2.0)
     assert soft[..., :, :5].max() == 0 and soft.max() == 1
     assert soft_edit(residual, torch.ones_like(nothing), torch.ones_like(nothing), 0.5, 2.0).max() == 0
+
+
+def test_a_rounded_edit_keeps_straight_borders_and_loses_islands_and_holes() -> None:
+    edit = torch.zeros(1, 1, 24, 24, dtype=torch.bool)
+    edit[..., :12] = True
+    assert torch.equal(rounded(edit, 2.0, 0.49), edit)
+    spoilt = edit.clone()
+    spoilt[..., 5, 4] = False
+    spoilt[..., 12, 20] = True
+    assert torch.equal(rounded(spoilt, 2.0, 0.49), edit)
+    wider = rounded(edit, 2.0, 0.2)
+    assert bool(wider[edit].all()) and wider.sum() > edit.sum()
+
+
+def test_a_faded_composite_stays_inside_its_region() -> None:
+    region = torch.zeros(1, 1, 24, 24)
+    region[..., :12] = 1
+    weights = faded(region, 1.5)
+    assert not weights[region == 0].any()
+    row = weights[0, 0, 12]
+    assert row[0] == 1 and torch.equal(row.sort(descending=True).values, row)
+    assert 0 < row[11] < 0.4 and row[:7].min() == 1
+    assert torch.equal(faded(region, 0.0), region)
