@@ -3,7 +3,8 @@
 A **model**, no measurement. The operations are counted, not estimated: the published configs of the transformer and of
 the autoencoder, a ResNet-18 as guide, forward and backward on tensors without content, with torch's own counter. Bytes
 are those that convolutions, matrix products and attention have to read and write if everything between them is fused
-into them, weights once per batch. A step can take no less than the larger of operations over peak and bytes over
+into them, weights once per batch. Attention is one fused operator: its scores stay on the chip, and its backward makes
+them again, one matrix product more. A step can take no less than the larger of operations over peak and bytes over
 bandwidth.
 
     --measure           on a CUDA device: the time of a real step, and its share of that device's floor
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -157,6 +160,26 @@ def resnet_18(device: torch.device | str = "meta", dtype: torch.dtype = torch.fl
     return nn.Module.to(network, dtype).eval().requires_grad_(False)
 
 
+class FusedAttention(TorchFunctionMode):
+    """Attention as one operator, forward and backward; on tensors without content torch would write its scores out."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.attention(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **settings: Any
+    ) -> Tensor:
+        """Queries, keys and values [B, heads, tokens, width]; no mask, which neither model has."""
+        assert attn_mask is None
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        return out
+
+
 class HeavyTraffic(TorchDispatchMode):
     """Counts the bytes that convolutions, matrix products and attention read and write, weights apart."""
 
@@ -188,7 +211,7 @@ def count(run: Callable[[], object], *models: nn.Module) -> Work:
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     traffic = HeavyTraffic({HeavyTraffic._key(t) for t in tensors})
     counter = FlopCounterMode(display=False)
-    with counter, traffic:
+    with counter, traffic, FusedAttention():
         run()
     return Work(counter.get_total_flops(), traffic.bytes, sum(t.numel() * t.element_size() for t in tensors))
 

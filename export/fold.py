@@ -25,7 +25,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def fold(graph: GraphModule) -> None:
     """All passes, in place."""
     drop_detaching(graph)
-    fold_constants(graph)
+    fold_constants(graph, repeated=False)
     merge_duplicates(graph)
     absorb_pools(graph)
     while absorb_affine_maps(graph):
@@ -42,8 +42,11 @@ def drop_detaching(graph: GraphModule) -> None:
     tidy(graph)
 
 
-def fold_constants(graph: GraphModule) -> None:
-    """Evaluates every operator whose inputs are constants."""
+def fold_constants(graph: GraphModule, *, repeated: bool = True) -> None:
+    """Evaluates every operator whose inputs are constants.
+
+    Unless `repeated`, a constant that is repeated for every sample stays so: `tokens` makes it one for all.
+    """
     values: dict[Node, Any] = {}
     for node in list(graph.graph.nodes):
         if node.op == "get_attr":
@@ -54,6 +57,8 @@ def fold_constants(graph: GraphModule) -> None:
         if node.target is aten.ones_like.default and node.meta["val"].ndim == 0:
             # Where autograd starts: a one shaped like the loss, whose value nobody needs.
             values[node] = torch.ones((), dtype=node.meta["val"].dtype)
+        elif not repeated and node.target is aten.expand.default:
+            continue
         elif _pure(node) and all(n in values for n in node.all_input_nodes):
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
             with torch.no_grad():
@@ -209,19 +214,19 @@ def new_constant(graph: GraphModule, value: Tensor) -> Node:
 
 def replace(node: Node, new: Node) -> None:
     """All users of a node use another; what is known of its value moves along."""
-    new.meta.setdefault("val", node.meta.get("val"))
+    for key in ("val", "larger"):
+        if key in node.meta:
+            new.meta.setdefault(key, node.meta[key])
     node.replace_all_uses_with(new)
 
 
 def tidy(graph: GraphModule) -> None:
-    """Removes what nobody uses, constants too."""
+    """Removes what nobody uses, constants too. The code follows at the end: to write it takes longer than a pass."""
     graph.graph.eliminate_dead_code()
     used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     for name in [name for name in (*graph._buffers, *graph._parameters, *vars(graph)) if _is_constant_name(name)]:
         if name not in used:
             delattr(graph, name)
-    graph.graph.lint()
-    graph.recompile()
 
 
 def _is_constant_name(name: str) -> bool:

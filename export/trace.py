@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.errors import ModelError
 from export.fold import constant, fold
 from export.rules import FORWARD_RULES, RULES, Rule, UnsupportedOperator
+from export.tokens import simplify
 
 aten = torch.ops.aten
 
@@ -40,6 +41,9 @@ def trace(
         first = list(dynamic).index(True)
         free_batch(graph, record(function, larger, rules), first, len(examples[first]))
     fold(graph)
+    simplify(graph)
+    graph.graph.lint()
+    graph.recompile()
     refuse_backward_operators(graph)
     return graph
 
@@ -83,6 +87,7 @@ def free_batch(graph: GraphModule, larger: GraphModule, placeholder: int, batch:
     inputs = [node for node in nodes if node.op == "placeholder"]
     with graph.graph.inserting_after(inputs[-1]):
         size = graph.graph.call_function(aten.sym_size.int, (inputs[placeholder], 0))
+    size.meta.update(val=batch, larger=batch + 1)
 
     def freed(value: Any, other: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -92,11 +97,17 @@ def free_batch(graph: GraphModule, larger: GraphModule, placeholder: int, batch:
         times = value // batch if isinstance(value, int) else 0
         if (value, other) != (times * batch, times * (batch + 1)):
             raise UnsupportedOperator("The network depends on the batch size other than by shape; export static sizes.")
-        return size if times == 1 else graph.graph.call_function(operator.mul, (size, times))
+        if times == 1:
+            return size
+        product = graph.graph.call_function(operator.mul, (size, times))
+        product.meta.update(val=value, larger=other)
+        return product
 
     for node, other in zip(nodes, others, strict=True):
         if node.op == "get_attr" and constant(graph, node).shape != constant(larger, other).shape:
             raise UnsupportedOperator("The network holds a constant for each sample of a batch; export static sizes.")
+        if "val" in other.meta:
+            node.meta["larger"] = other.meta["val"]
         if node.op == "call_function":
             with graph.graph.inserting_before(node):
                 node.args = freed(node.args, other.args)

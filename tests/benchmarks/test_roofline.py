@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.roofline import H100, Device, Work, count, main, measured, resnet_18, sd3_medium, step_calls
@@ -21,6 +22,20 @@ def test_counts_are_the_closed_forms() -> None:
     assert count(lambda: conv(image), conv).flops == forward
     # The gradient with respect to the input alone is one convolution more, not two.
     assert count(lambda: torch.autograd.grad(conv(1.0 * image).sum(), image), conv).flops == 2 * forward
+
+
+def test_attention_keeps_its_scores_on_the_chip() -> None:
+    """Two products forward, five backward; queries, keys, values and outputs move, the square of the tokens never."""
+    heads, tokens, width = 2, 1024, 64
+    shape = (1, heads, tokens, width)
+    q, k, v = (torch.zeros(shape, dtype=torch.half, device="meta", requires_grad=True) for _ in range(3))
+    product, tensor, row_sums = 2 * heads * tokens**2 * width, 2 * heads * tokens * width, 4 * heads * tokens
+    forward = count(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert forward.flops == 2 * product
+    assert forward.activation_bytes == pytest.approx(4 * tensor + row_sums, abs=64)  # a few bytes of random state
+    both = count(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v)))
+    assert both.flops == 7 * product
+    assert both.activation_bytes < forward.activation_bytes + 8 * tensor + row_sums + 64 < heads * tokens**2 * 2
 
 
 def test_the_floor_is_the_larger_of_both_and_weights_are_read_once_per_batch() -> None:

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_full_width_shallow_sd3_builds_at_128_pixels(tmp_path: Path) -> None:
     """SD3-medium's widths with a ResNet-18 guide; depth repeats what is built here."""
     # Two layers, for the last is of another build than those before it; one block per level of the decoder.
