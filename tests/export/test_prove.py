@@ -20,7 +20,7 @@ from export import prove, rtx
 from worlds import WORLDS
 
 GRAPHS = {"encoder", "decoder", "velocity", "surrogate", "guidance"}
-SHORT = {"steps": 4, "escalation": [1.0], "harmonise": []}
+SHORT = {"steps": 4, "escalation": [1.0], "redraw": 0, "harmonise": []}
 
 
 def drawn_guide(query: Query, images: Tensor, recipe: SurrogateRecipe) -> SimpleNamespace:

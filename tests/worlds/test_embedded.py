@@ -13,6 +13,8 @@ from worlds.measure import Measurement, measure
 from worlds.report import PROMISES, kept, table
 from worlds.store import open_prior
 
+SAMPLES = 300
+
 
 @pytest.fixture(params=list(WORLDS), scope="module")
 def world(request: pytest.FixtureRequest) -> World:
@@ -21,14 +23,12 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(scope="module")
 def found(world: World) -> Measurement:
-    """The embedded models of a world, measured now; histology's with too few samples to judge them by."""
-    if world.name == "histology":
-        return measure(world, generate(open_prior(world), 16, world.size, seed=1))
-    return measure(world)
+    """The embedded models of a world, measured now, with fewer samples than `python -m worlds.report` takes."""
+    return measure(world, generate(open_prior(world), SAMPLES, world.size, seed=1))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # the first one measures: a thousand samples on 2 cores
+@pytest.mark.timeout(1200)  # the first one measures
 @pytest.mark.parametrize("key", [key for key in PROMISES if key != "frechet_ratio"])
 def test_promises_about_reconstructions_and_classifiers_are_kept(found: Measurement, key: str) -> None:
     assert kept(getattr(found, key), PROMISES[key])
@@ -36,9 +36,8 @@ def test_promises_about_reconstructions_and_classifiers_are_kept(found: Measurem
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_promise_about_samples_is_kept(world: World, found: Measurement) -> None:
-    if world.name == "histology":
-        pytest.skip("a thousand samples take four minutes; python -m worlds.report measures them")
+def test_the_promise_about_samples_is_kept_by_a_few_hundred(found: Measurement) -> None:
+    """Real pictures are as few as the samples, so both distances are larger than those of a thousand."""
     assert kept(found.frechet_ratio, PROMISES["frechet_ratio"])
 
 
