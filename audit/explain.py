@@ -198,7 +198,12 @@ def summary(explainer: Explainer, found: CounterfactualSet, plan: Plan | None = 
         "plan": None if plan is None else plan.as_dict(),
         "seed": found.seed,
         "recipe": found.recipe.model_dump(mode="json"),
-        "hashes": {**found.hashes, "evaluator": explainer.surrogates.evaluator.weights_hash},
+        # The engine knows the guide as a function; the surrogate itself knows what it is.
+        "hashes": {
+            **found.hashes,
+            "guide": explainer.surrogates.guide.weights_hash,
+            "evaluator": explainer.surrogates.evaluator.weights_hash,
+        },
     }
 
 

@@ -30,6 +30,8 @@ from audit.explain import Explainer, distil_pair
 from audit.policy import Policy
 from audit.report import build, write
 from audit.run import audit
+from benchmarks.gate import finite
+from benchmarks.gate import write as write_file
 from service.cases import embedded_repair
 from service.progress import auditing, counting, distilling
 from service.sources import open_source
@@ -129,10 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {key:18} {one['mean']:6.3f}  ({one['low']:.3f} to {one['high']:.3f})")
     found |= {"images": args.images, "threads": torch.get_num_threads()}
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        partial = args.json.with_name(args.json.name + ".partial")
-        partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        write_file(args.json, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
     kept = all(found[n][f"{what}_kept"] for n in found if n in WORLDS for what in ("gain", "worst_group", "ordinary"))
     return 0 if kept else 1
 

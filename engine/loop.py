@@ -33,13 +33,13 @@ from engine.guidance import (
     normalise_per_sample,
     proximity_gradient,
 )
-from engine.harmonise import harmonise
+from engine.harmonise import Harmonised, harmonise
 from engine.masks import composite, exclusion, frozen, grown, phase_one, psi, soft_edit, to_latent, to_pixels
 from engine.path import Path
 from engine.prior import Prior, content_hash
 from engine.prune import SHARES, part, ranks, relevance, smallest
 from engine.recipe import Recipe
-from engine.redraw import LEVELS, redraw, surprise
+from engine.redraw import LEVELS, Judge, Redrawn, redraw, surprise
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import row_seed
@@ -476,6 +476,13 @@ class _Try:
         for name in ("x_cf", "soft", "logits", "flipped"):
             getattr(self, name)[taken] = getattr(other, name)[better]
 
+    def adopt(self, rows: Tensor, walked: Harmonised | Redrawn, logits: Tensor) -> None:
+        """Takes over what further walks made of some samples; `logits` are the answers to one last query."""
+        self.x_cf[rows], self.soft[rows], self.logits[rows] = walked.x_cf, walked.soft, logits
+        self.queries[rows] += walked.walks + 1
+        self.decodes[rows] += walked.walks
+        self.network_calls[rows] += walked.network_calls
+
 
 def _try(
     runtime: Runtime,
@@ -514,6 +521,15 @@ def convincing(logits: Tensor, guide_logits: Tensor, y: Tensor, recipe: Recipe) 
     return flipped & (lead(logits, y) >= margin) & (lead(guide_logits, y) >= margin)
 
 
+def _convinces(f: Model, guide: Model, y: Tensor, recipe: Recipe) -> Judge:
+    """`convincing` of finished pictures, for some rows of a batch whose targets are y."""
+
+    def judge(shown: Tensor, /, rows: Tensor) -> Tensor:
+        return convincing(query(f, shown), query(guide, shown), y[rows], recipe)
+
+    return judge
+
+
 def _redraw(
     runtime: Runtime,
     f: Model,
@@ -537,9 +553,6 @@ def _redraw(
     def satisfies(logits: Tensor, rows: Tensor) -> Tensor:
         return lead(logits, some.y[rows]) >= aim
 
-    def convinces(x: Tensor, rows: Tensor) -> Tensor:
-        return convincing(query(f, x), query(guide, x), some.y[rows], recipe)
-
     done = redraw(
         runtime,
         some.x0,
@@ -552,13 +565,10 @@ def _redraw(
         seeds,
         recipe,
         satisfies,
-        convinces,
+        _convinces(f, guide, some.y, recipe),
         watch,
     )
-    tried.x_cf[hit], tried.soft[hit], tried.logits[hit] = done.x_cf, done.soft, query(f, done.x_cf)
-    tried.queries[hit] += done.walks + 1
-    tried.decodes[hit] += done.walks
-    tried.network_calls[hit] += done.network_calls
+    tried.adopt(hit, done, query(f, done.x_cf))
     tried.guided_steps[hit] += done.guided_steps
     return done.found
 
@@ -595,9 +605,6 @@ def _harmonise(
     """Walks the counterfactuals `hit` of a try back onto the prior."""
     some = originals.pick(hit)
 
-    def convinces(x: Tensor, rows: Tensor) -> Tensor:
-        return convincing(query(f, x), query(guide, x), some.y[rows], recipe)
-
     done = harmonise(
         runtime,
         some.x0,
@@ -610,13 +617,10 @@ def _harmonise(
         recipe.tau,
         recipe.blur,
         recipe.feather,
-        convinces,
+        _convinces(f, guide, some.y, recipe),
         watch,
     )
-    tried.x_cf[hit], tried.soft[hit], tried.logits[hit] = done.x_cf, done.soft, query(f, done.x_cf)
-    tried.queries[hit] += done.walks + 1
-    tried.decodes[hit] += done.walks
-    tried.network_calls[hit] += done.network_calls
+    tried.adopt(hit, done, query(f, done.x_cf))
 
 
 def _prune(

@@ -28,7 +28,7 @@ from engine.harmonise import first_below
 from engine.masks import composite, faded, rounded, to_latent
 from engine.recipe import Recipe
 from engine.runtime import Runtime
-from engine.sampling import row_seed
+from engine.sampling import drawn_ahead, forgetful_step, fresh_noise, growths, row_seed
 
 GUIDED = (0.3, 0.95)
 """Noise levels between which a walk is pushed: above there is nothing to see yet, below the prior has the last word."""
@@ -116,31 +116,24 @@ def walk_inside(
 ) -> tuple[Tensor, int]:
     """(clean latent, guided steps) of a random walk from the path's full noise, with z0 outside in every step.
 
-    A step draws z at the next level from the process whose estimate grows as it did over the step before, but by no
-    more: the last levels of a schedule lie far apart in log(a/b), and a growth drawn out over them would add variance.
-    The push goes into that estimate: eta times the gradient, whose root mean square is 1 over the sample's latent.
+    The push goes into the estimate ahead of each step: eta times the gradient, whose root mean square is 1 over the
+    sample's latent.
     """
     path, guided_steps = runtime.path, 0
-
-    def fresh() -> Tensor:
-        return torch.stack([torch.randn(z0.shape[1:], generator=g) for g in generators]).to(z0.device, z0.dtype)
-
-    growth = (path.a / path.b).log().diff()
-    z, before = path.noise(z0, fresh(), 0), z0
+    growth = growths(path)
+    z, before = path.noise(z0, fresh_noise(generators, z0), 0), None
     for i in range(path.length):
         watch(i)
         z_hat = torch.where(kept > 0, z0, path.estimate(z, runtime.velocity(z, i), i))
         if i == path.length - 1:
             return z_hat, guided_steps
-        ahead = z_hat if i == 0 else z_hat + 0.5 * (growth[i] / growth[i - 1]).clamp(max=1.0) * (z_hat - before)
+        ahead = drawn_ahead(growth, i, z_hat, before)
         if GUIDED[0] < float(path.sigma(i)) < GUIDED[1]:
             gradient, _, logits = runtime.guidance(z_hat, y)
             guided_steps += 1
             push = eta * normalise_per_sample(torch.where(kept > 0, 0.0, gradient))
             ahead = torch.where(satisfies(logits).view(-1, 1, 1, 1), ahead, ahead - push)
-        forgotten = 1 - torch.exp(-2 * growth[i])
-        z = path.b[i + 1] / path.b[i] * torch.exp(-growth[i]) * z + path.a[i + 1] * forgotten * ahead
-        z, before = z + path.b[i + 1] * forgotten.sqrt() * fresh(), z_hat
+        z, before = forgetful_step(path, growth, i, z, ahead, fresh_noise(generators, z0)), z_hat
     raise AssertionError("a path has at least one step")
 
 

@@ -24,25 +24,44 @@ def wander(prior: Prior, path: Path, z: Tensor, generators: Sequence[torch.Gener
     """The end of a random path with the same distribution at every level, one generator per sample.
 
     Each step forgets part of the state and draws fresh noise for it, so that a network's errors at high noise are made
-    good further down; a deterministic walk would carry them along. In h, the growth of log(a/b) over a step, the
-    process is solved exactly for an estimate z_hat that grows as it did over the step before, and no further.
+    good further down; a deterministic walk would carry them along.
     """
-    growth = (path.a / path.b).log().diff()  # infinite where a level is pure noise or pure data
+    growth = growths(path)
     before: Tensor | None = None
     for i in range(path.length):
         z_hat = path.estimate(z, prior.predict(z, path.timesteps[i]), i)
-        ahead = z_hat
-        last = bool(path.b[i + 1] == 0)
-        if before is not None and not last:
-            # Over a longer step the trend is not drawn out further: the estimate does not go on growing.
-            ahead = z_hat + 0.5 * torch.clamp(growth[i] / growth[i - 1], max=1.0) * (z_hat - before)
-        if last:
+        if bool(path.b[i + 1] == 0):
             return z_hat
-        fresh = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators]).to(z.device, z.dtype)
-        forgotten = 1 - torch.exp(-2 * growth[i])
-        z = path.b[i + 1] / path.b[i] * torch.exp(-growth[i]) * z + path.a[i + 1] * forgotten * ahead
-        z, before = z + path.b[i + 1] * forgotten.sqrt() * fresh, z_hat
+        z = forgetful_step(path, growth, i, z, drawn_ahead(growth, i, z_hat, before), fresh_noise(generators, z))
+        before = z_hat
     return z
+
+
+def growths(path: Path) -> Tensor:
+    """Growth of log(a/b) over each step; infinite where a level is pure noise or pure data."""
+    return (path.a / path.b).log().diff()
+
+
+def drawn_ahead(growth: Tensor, i: int, z_hat: Tensor, before: Tensor | None) -> Tensor:
+    """The estimate over step i if it grows as it did over the step before, from `before` to z_hat, and no further.
+
+    Levels at the end of a schedule lie far apart: a trend that is drawn out over a longer step would add variance.
+    """
+    if before is None:
+        return z_hat
+    return z_hat + 0.5 * torch.clamp(growth[i] / growth[i - 1], max=1.0) * (z_hat - before)
+
+
+def forgetful_step(path: Path, growth: Tensor, i: int, z: Tensor, ahead: Tensor, fresh: Tensor) -> Tensor:
+    """The state at level i + 1: part of z is forgotten for the estimate `ahead` and fresh noise, exact in log(a/b)."""
+    forgotten = 1 - torch.exp(-2 * growth[i])
+    z = path.b[i + 1] / path.b[i] * torch.exp(-growth[i]) * z + path.a[i + 1] * forgotten * ahead
+    return z + path.b[i + 1] * forgotten.sqrt() * fresh
+
+
+def fresh_noise(generators: Sequence[torch.Generator], like: Tensor) -> Tensor:
+    """Normal noise for a batch of latents, each sample's from its own generator."""
+    return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generators]).to(like.device, like.dtype)
 
 
 @torch.no_grad()

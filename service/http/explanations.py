@@ -130,10 +130,7 @@ class Explanations:
                 )
             with self._timed("encode"):
                 for i, one in zip(ready, found, strict=True):
-                    told = answer(explainer, one) | {"classifier": kind.classifier, "prior": prior}
-                    # The engine knows the guide as a function; the surrogate itself knows what it is.
-                    told["hashes"]["guide"] = told["hashes"]["guide"] or explainer.surrogates.guide.weights_hash
-                    answers[i] = told
+                    answers[i] = answer(explainer, one) | {"classifier": kind.classifier, "prior": prior}
         return [answers[i] for i in range(len(questions))]
 
     def _decoded(self, question: Question) -> Tensor:

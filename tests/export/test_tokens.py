@@ -12,6 +12,7 @@ from engine.prior import SD3Network
 from engine.runtime.onnx_runtime import open_session
 from export.trace import trace
 from export.translate import translate
+from tests.engine.test_prior import transformer
 
 WIDTH = 8
 
@@ -122,23 +123,9 @@ def test_a_reshape_that_only_looks_the_same_at_one_batch_stays() -> None:
 
 @pytest.mark.parametrize("free", [False, True])
 def test_a_small_sd3_in_few_operators(free: bool, tmp_path: Path) -> None:
-    from diffusers import SD3Transformer2DModel
-
     torch.manual_seed(0)
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=12,
-        caption_projection_dim=16,
-        pooled_projection_dim=10,
-        pos_embed_max_size=8,
-    )
-    network = SD3Network(model, torch.randn(1, 3, 12), torch.randn(1, 10)).eval().requires_grad_(False)
+    model = transformer(pooled=10)
+    network = SD3Network(model, torch.randn(1, 3, 16), torch.randn(1, 10)).eval().requires_grad_(False)
     examples = (torch.randn(2, 4, 8, 8), torch.tensor(500.0))
     graph = trace(network, examples, [free, False], gradient=False)
     program = translate(graph, examples, [free, False], ["z", "t"], ["v"])
