@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out/demo
 PORT ?= 3000
+TESTERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -24,10 +25,11 @@ help: ## show this list
 demo: $(BASE) ## run the main job on the embedded default; says where the page is (OUT=folder)
 	$(BIN)/pfungst demo --out "$(OUT)"
 
-# Two threads wherever the tests run: the time limits were set on 2 cores, and small networks gain nothing from more.
-test: export OMP_NUM_THREADS ?= 2
-test: $(DEV) ## run all tests, the slow ones included
-	$(BIN)/python -m pytest
+# Two processes of one thread each: small networks gain little from a second thread, and time limits were set on 2 cores.
+# A file's tests stay together, for they share what they built.
+test: export OMP_NUM_THREADS ?= 1
+test: $(DEV) ## run all tests, the slow ones included (TESTERS=2 processes)
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile
 
 check: $(DEV) ## lint, formatting and types
 	$(BIN)/ruff check .

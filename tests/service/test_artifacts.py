@@ -1,6 +1,5 @@
 """Artifacts in a folder, and in a store that is none."""
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from engine.errors import InputError
 from service.artifacts import ArtifactStore
 
-JOB, OTHER = uuid.uuid4().hex, uuid.uuid4().hex
+JOB, OTHER = "0700a08134e34d75a4255db3158387e7", "cd9120757dec4e7986bb0ed80e71e5b5"
 
 
 @pytest.fixture(params=["folder", "memory"])
