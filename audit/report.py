@@ -23,10 +23,11 @@ from audit.metrics import Mean, diversity, flip_rate, hoyer_sparsity, mean_of, n
 from audit.pages import kind_of, page, printable
 from audit.policy import Policy
 from audit.run import Audit, AuditedImage
-from audit.teachers import AttributeTeacher, Judgement, Pairs, Teacher
+from audit.teachers import AttributeTeacher, Judgement, Teacher
 from audit.verdict import Outcome
 from engine.methods import METHODS
 from engine.rate import Rate
+from engine.writing import write_text
 
 FORMAT = "pfungst-report/1"
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pandas")
@@ -146,8 +147,7 @@ def _findings(audit: Audit, false: list[tuple[AuditedImage, int]], names: Names)
     rows = [image.row for image, _ in false]
     found: list[Finding] = []
     if names.attributes is not None:
-        pairs = Pairs(x, x_cf, edits, tuple(map(_name, false)), tuple(rows))
-        found += attribute_findings(names.attributes.shifts(pairs))
+        found += attribute_findings(names.attributes.shifts(x, x_cf))
     found += region_findings(edits, {name: region(rows) for name, region in names.regions.items()})
     return found + cluster_findings(x, x_cf)
 
@@ -243,6 +243,4 @@ def _cell(text: str) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8", errors="replace")  # half a character is no reason to lose a report
-    partial.replace(file)
+    write_text(file, text, errors="replace")  # half a character is no reason to lose a report

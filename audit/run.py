@@ -295,6 +295,7 @@ def _judge(
         edits=torch.stack([sets[i].edit_masks[k] for i, k in valid]),
         names=tuple(names[i][k] for i, k in valid),
         rows=tuple(drawn[i].row for i, _ in valid),
+        targets=tuple(sets[i].target for i, _ in valid),
     )
     return dict(zip(valid, teacher(pairs), strict=True))
 

@@ -47,6 +47,8 @@ class Pairs:
     """One name per counterfactual, the key of stored verdicts."""
     rows: tuple[int, ...]
     """The data set's row of each original."""
+    targets: tuple[int, ...]
+    """The class that each counterfactual was made for, and that the classifier now sees."""
 
     def __len__(self) -> int:
         return len(self.x)
@@ -79,7 +81,9 @@ class Teacher(Protocol):
 class OracleTeacher:
     """A classifier that is trusted: the real class changed if it says another class than before.
 
-    Where it gives no class at least the probability `sure`, the picture is out of distribution.
+    Where it gives no class at least the probability `sure`, the picture is out of distribution. Where it sees another
+    class than before, but not the counterfactual's target (the original was classified wrongly, and the edit made it
+    what the classifier had taken it for), it has no opinion: the class changed, but not to what the classifier says.
     """
 
     probabilities: Callable[[Tensor], Tensor]
@@ -109,12 +113,15 @@ class OracleTeacher:
         if not len(pairs):
             return []
         before, after = self.probabilities(pairs.x), self.probabilities(pairs.x_cf)
-        unsure = after.amax(1) < self.sure
-        changed = before.argmax(1) != after.argmax(1)
-        return [
-            Judgement.OUT_OF_DISTRIBUTION if u else Judgement.TRUE if c else Judgement.FALSE
-            for u, c in zip(unsure.tolist(), changed.tolist(), strict=True)
-        ]
+        seen = zip(before.argmax(1).tolist(), *(column.tolist() for column in after.max(1)), pairs.targets, strict=True)
+        return [self._judge(was, p, now, target) for was, p, now, target in seen]
+
+    def _judge(self, was: int, p: float, now: int, target: int) -> Judgement | None:
+        if p < self.sure:
+            return Judgement.OUT_OF_DISTRIBUTION
+        if now == was:
+            return Judgement.FALSE
+        return Judgement.TRUE if now == target else None
 
 
 @dataclass(frozen=True)
@@ -190,9 +197,9 @@ class AttributeTeacher:
         before, after = (self.label.score(self.encode(x).flatten(1)) for x in (pairs.x, pairs.x_cf))
         return [Judgement.TRUE if c else Judgement.FALSE for c in ((before > 0) != (after > 0)).tolist()]
 
-    def shifts(self, pairs: Pairs) -> dict[str, np.ndarray]:
+    def shifts(self, x: Tensor, x_cf: Tensor) -> dict[str, np.ndarray]:
         """By column, how far each edit moved it, in units of a whole change; the label's first."""
-        before, after = (self.encode(x).flatten(1) for x in (pairs.x, pairs.x_cf))
+        before, after = (self.encode(images).flatten(1) for images in (x, x_cf))
         return {
             probe.column: ((probe.score(after) - probe.score(before)) / probe.scale).numpy()
             for probe in (self.label, *self.attributes)

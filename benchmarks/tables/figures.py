@@ -92,6 +92,7 @@ def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:
             edits=torch.stack([run.sets[b].edit_masks[k] for b, k in chosen]),
             names=tuple(f"{b}-{k}" for b, k in chosen),
             rows=tuple(b for b, _ in chosen),
+            targets=tuple(run.sets[b].target for b, _ in chosen),
         )
         teacher = OracleTeacher.tested(case.oracle.probabilities, run.data.images, run.data.labels)
         false = [pair for pair, said in zip(chosen, teacher(pairs), strict=True) if said is Judgement.FALSE]

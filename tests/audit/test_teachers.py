@@ -33,10 +33,10 @@ def grey(*values: float) -> Tensor:
     return torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 3, 16, 16).clone()
 
 
-def pairs(x: Tensor, x_cf: Tensor, edits: Tensor | None = None) -> Pairs:
+def pairs(x: Tensor, x_cf: Tensor, edits: Tensor | None = None, target: int = 1) -> Pairs:
     edits = (x != x_cf).any(1, keepdim=True) if edits is None else edits
     names = tuple(f"image-{i}" for i in range(len(x)))
-    return Pairs(x, x_cf, edits, names, tuple(range(len(x))))
+    return Pairs(x, x_cf, edits, names, tuple(range(len(x))), (target,) * len(x))
 
 
 def test_the_oracle_tells_true_false_and_strange_apart() -> None:
@@ -46,6 +46,11 @@ def test_the_oracle_tells_true_false_and_strange_apart() -> None:
     assert teacher.accuracy.value == 0.75
     assert teacher.accuracy.n == 4
     assert teacher(pairs(grey(), grey())) == []
+
+
+def test_the_oracle_has_no_opinion_where_the_class_moved_away_from_the_target() -> None:
+    teacher = OracleTeacher.tested(brightness, grey(0.1, 0.9), torch.tensor([0, 1]))
+    assert teacher(pairs(grey(0.9, 0.1), grey(0.05, 0.95), target=1)) == [None, TRUE]
 
 
 def test_an_oracle_of_fewer_classes_is_refused() -> None:
@@ -84,9 +89,9 @@ def test_probes_find_the_direction_of_a_column_and_its_shift() -> None:
     x_cf = x.clone()
     x_cf[0, 0] = 1.0
     x_cf[1, 3] = 1.0
-    seen = Pairs(x, x_cf, torch.ones(2, 1, 1, 1, dtype=torch.bool), ("a", "b"), (0, 1))
+    seen = Pairs(x, x_cf, torch.ones(2, 1, 1, 1, dtype=torch.bool), ("a", "b"), (0, 1), (1, 1))
     assert teacher(seen) == [TRUE, FALSE]
-    shifts = teacher.shifts(seen)
+    shifts = teacher.shifts(x, x_cf)
     assert list(shifts) == ["blond", "beard"]
     # The means of the two halves of a normal lie 2·sqrt(2/π) ≈ 1.6 apart, so a way of 2 is a shift of about 1.25.
     assert np.allclose(shifts["blond"], [1.25, 0.0], atol=0.15)
