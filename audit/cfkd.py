@@ -65,6 +65,7 @@ from audit.run import AuditedImage, Counterfactual
 from audit.teachers import Judgement
 from audit.verdict import Outcome
 from engine.errors import InputError
+from engine.writing import write_text
 
 SET_FORMAT = "pfungst-cfkd-set/1"
 RESULT_FORMAT = "pfungst-cfkd/1"
@@ -560,10 +561,7 @@ def repair(
         | {name: version(name) for name in PACKAGES},
         "seconds": round(time.perf_counter() - start, 3),
     }
-    partial = out / "cfkd.json.partial"
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(out / "cfkd.json")
+    write_text(out / "cfkd.json", json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     return content
 
 

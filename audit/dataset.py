@@ -27,6 +27,7 @@ from torch import Tensor
 
 from audit.images import read_image, to_square
 from engine.errors import ImageError, InputError
+from engine.writing import replacing
 
 MANIFESTS = (".csv", ".parquet")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -548,12 +549,10 @@ def guarded(text: str) -> str:
 
 def write_csv(table: pd.DataFrame, file: Path) -> None:
     """Writes a table as UTF-8 CSV with guarded text, under a temporary name first; `read_csv` gives the table back."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     safe = table.map(lambda value: guarded(value) if isinstance(value, str) else value)
     safe.columns = pd.Index([guarded(str(name)) for name in table.columns])
-    partial = file.with_name(file.name + ".partial")
-    safe.to_csv(partial, index=False, quoting=csv.QUOTE_ALL, lineterminator="\n", encoding="utf-8")
-    partial.replace(file)
+    with replacing(file) as partial:
+        safe.to_csv(partial, index=False, quoting=csv.QUOTE_ALL, lineterminator="\n", encoding="utf-8")
 
 
 # Image folders ---------------------------------------------------------------------------------------------------

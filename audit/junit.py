@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
+from engine.writing import replacing
+
 Outcome = Literal["passed", "failed", "skipped", "error"]
 
 ELEMENTS: dict[Outcome, str] = {"failed": "failure", "skipped": "skipped", "error": "error"}
@@ -63,10 +65,8 @@ def write_junit(
     for case in cases:
         _add(suite, case)
     ElementTree.indent(root)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    ElementTree.ElementTree(root).write(partial, encoding="utf-8", xml_declaration=True)
-    partial.replace(file)
+    with replacing(file) as partial:
+        ElementTree.ElementTree(root).write(partial, encoding="utf-8", xml_declaration=True)
 
 
 def _add(suite: ElementTree.Element, case: Case) -> None:

@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from engine.writing import replacing
+
 GAP = 2
 
 
@@ -49,10 +51,8 @@ def heat_map(x: Tensor, x_cf: Tensor) -> Tensor:
 
 def save_png(picture: Image.Image, file: Path) -> None:
     """Writes a PNG under a temporary name, then renames it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    picture.save(partial, format="PNG", optimize=True)
-    partial.replace(file)
+    with replacing(file) as partial:
+        picture.save(partial, format="PNG", optimize=True)
 
 
 def data_uri(picture: Image.Image) -> str:

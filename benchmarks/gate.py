@@ -59,6 +59,7 @@ from engine.prior import Prior
 from engine.rate import Rate
 from engine.recipe import Recipe
 from engine.surrogate import SurrogateRecipe
+from engine.writing import write_text
 from service.progress import auditing, distilling
 from worlds import WORLDS, World
 from worlds.classifiers import BATCH, MEAN, STD, jitter, preprocessing
@@ -443,14 +444,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(file: Path, text: str) -> None:
-    """Writes under a temporary name, then renames."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
-
-
 def run(bench: Bench, wanted: Sequence[Student]) -> list[dict[str, Any]]:
     """Measures the students that are not on record yet; returns the lines of all that were asked for."""
     journal = Journal(bench.out / "students.jsonl", bench.identity)
@@ -498,9 +491,9 @@ def main(argv: list[str] | None = None) -> int:
     for key in ("inconclusive", "auc", "images_median", "seconds_per_student"):
         print(f"{key:24} {found[key]}")
     if arguments.json:
-        write(arguments.json, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
+        write_text(arguments.json, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
     picture = arguments.plot or RESULTS / f"gate-{world.name}.svg"
-    write(picture, plot(lines, bench.policy, f"The gate on {len(lines)} students of {world.name}"))
+    write_text(picture, plot(lines, bench.policy, f"The gate on {len(lines)} students of {world.name}"))
     print(f"picture: {picture}")
     return 0
 

@@ -54,6 +54,7 @@ from engine.runtime.tensorrt_runtime import TensorRtRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.surrogate import GUIDE
 from engine.surrogate_net import SurrogateNetwork
+from engine.writing import replacing, write_text
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced, write_graph
 from export.parity import Figures, fresh_inputs, in_session, second_classes
@@ -443,9 +444,7 @@ def plot(points: Sequence[Point]) -> str:
 
 def write_csv(file: Path, kind: type, rows: Sequence[Any]) -> None:
     """Dataclasses as CSV; an empty cell was not measured."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as stream:
+    with replacing(file) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, [one.name for one in fields(kind)], lineterminator="\n")
         writer.writeheader()
         for row in rows:
@@ -453,7 +452,6 @@ def write_csv(file: Path, kind: type, rows: Sequence[Any]) -> None:
             writer.writerow(
                 {k: f"{v:.6g}" if isinstance(v, float) else "" if v is None else v for k, v in cells.items()}
             )
-    partial.replace(file)
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -507,14 +505,10 @@ def main(argv: list[str] | None = None) -> int:
     write_csv(args.out / f"latency-{stem}.csv", Row, rows)
     write_csv(args.out / f"latency-growth-{stem}.csv", Point, points)
     if points:
-        partial = args.out / f"latency-growth-{stem}.svg.partial"
-        partial.write_text(plot(points), encoding="utf-8")
-        partial.replace(partial.with_suffix(""))
+        write_text(args.out / f"latency-growth-{stem}.svg", plot(points))
     if args.json is not None:
         content = {"rows": [asdict(row) for row in rows], "points": [asdict(point) for point in points]}
-        partial = args.json.with_name(args.json.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        write_text(args.json, json.dumps(content, indent=2) + "\n")
     return 0
 
 

@@ -24,6 +24,7 @@ from engine.memory import byte_count, footprint, plan_memory
 from engine.prior import LatentAutoencoder, Prior, SD3Network
 from engine.recipe import Recipe
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork
+from engine.writing import write_text
 
 RESOLUTIONS = (64, 128, 256, 512, 1024)
 SETTINGS = ("plain", "micro_batch 1", "checkpointed", "planned")
@@ -216,9 +217,7 @@ def main(argv: list[str] | None = None) -> int:
             "not_measured": "CUDA memory; priors of full size",
             "rows": [asdict(row) for row in rows],
         }
-        partial = arguments.json.with_name(arguments.json.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(arguments.json)
+        write_text(arguments.json, json.dumps(content, indent=2) + "\n")
     return 0 if all(row.inside for row in rows if row.setting == "planned") else 1
 
 

@@ -32,9 +32,10 @@ from engine.loop import CounterfactualSet
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.sampling import reconstruct
+from engine.writing import write_text
 from service.progress import distilling
 from worlds import WORLDS, World
-from worlds.measure import features
+from worlds.measure import features, predictions
 from worlds.store import open_classifier, open_prior, open_recipe
 from worlds.truth import edit_shares
 from worlds.world import Sample
@@ -92,17 +93,22 @@ def make(world: World, role: str, n: int, cache: Path, recipe: Recipe) -> Run:
     return Run(explainer, data, sets)
 
 
-def shares(world: World, run: Run) -> dict[str, float]:
-    """Where the edits of valid first counterfactuals lie, against ground truth."""
+def shares(world: World, run: Run, oracle: HuggingFaceClassifier) -> dict[str, float]:
+    """Where the edits of valid first counterfactuals lie, against ground truth, and how many of them change the label
+    in the oracle's eyes too."""
     valid = torch.tensor(run.flipped(0) & run.confirmed(0))
     if not valid.any():
-        return dict.fromkeys(("share_label_region", "share_confounder_region", "share_elsewhere"), float("nan"))
+        return dict.fromkeys(
+            ("share_label_region", "share_confounder_region", "share_elsewhere", "oracle_follows"), float("nan")
+        )
     factors = run.data.factors[valid.numpy()]
     found = edit_shares(world, factors, run.data.images[valid], run.images(0)[valid], run.edits(0)[valid])
+    targets = torch.tensor([counterfactual.target for counterfactual in run.sets])
     return {
         "share_label_region": found.label.nanmean().item(),
         "share_confounder_region": found.confounder.nanmean().item(),
         "share_elsewhere": found.elsewhere.nanmean().item(),
+        "oracle_follows": (predictions(oracle, run.images(0)) == targets)[valid].float().mean().item(),
     }
 
 
@@ -171,16 +177,14 @@ def main(argv: list[str] | None = None) -> int:
     student = make(world, "student", arguments.n, arguments.cache, recipe)
     twin = make(world, "twin", arguments.n, arguments.cache, recipe)
     found = judge(world, student, oracle, prior)
-    found["student"] = shares(world, student)
-    found["twin"] = {**shares(world, twin), "flip_rate": flip_rate(twin.flipped(0)).value}
+    found["student"] = shares(world, student, oracle)
+    found["twin"] = {**shares(world, twin, oracle), "flip_rate": flip_rate(twin.flipped(0)).value}
     found["recipe"] = recipe.model_dump(mode="json")
     for key, value in found.items():
         paper = PAPER[world.name].get(key)
         print(f"{key:34} {value}" + (f"   (paper, {PAPER[world.name]['row']}: {paper})" if paper is not None else ""))
     if arguments.json:
-        partial = arguments.json.with_name(arguments.json.name + ".partial")
-        partial.write_text(json.dumps(found, indent=2) + "\n")
-        partial.replace(arguments.json)
+        write_text(arguments.json, json.dumps(found, indent=2) + "\n")
     picture = arguments.picture or RESULTS / f"quality-{world.name}.png"
     save_png(sheet([*grid(student), *grid(twin)[1:]]), picture)
     print(f"picture: {picture}")

@@ -40,6 +40,7 @@ from engine.memory import footprint
 from engine.prior import LatentAutoencoder, Prior, SD3Network
 from engine.recipe import Recipe
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork
+from engine.writing import replacing
 from export.graphs import contracts, traced, write_graph
 
 RESULTS = Path(__file__).parent / "results"
@@ -332,15 +333,12 @@ def filled(prior: Prior) -> Prior:
 
 def write_csv(file: Path, rows: Sequence[Row]) -> None:
     """The rows as CSV; every line says that it is a model, and of what."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as stream:
+    with replacing(file) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(["kind", "device", *(field.name for field in fields(Row))])
         for row in rows:
             cells = [f"{value:.4g}" if isinstance(value, float) else value for value in asdict(row).values()]
             writer.writerow(["model, not measured", H100.name, *cells])
-    partial.replace(file)
 
 
 def main(argv: list[str] | None = None) -> int:

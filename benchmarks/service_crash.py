@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.pictures import save_png, to_pil
+from engine.writing import write_text
 from service import executor as executor_module
 from service.artifacts import ArtifactStore
 from service.configuration import Configuration
@@ -367,9 +368,7 @@ def main(argv: list[str] | None = None) -> int:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "not_measured": "workers on several machines; PostgreSQL; a power cut",
         }
-        partial = args.json.with_name(args.json.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        write_text(args.json, json.dumps(content, indent=2) + "\n")
     return 0 if found.unharmed else 1
 
 

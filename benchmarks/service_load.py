@@ -41,6 +41,7 @@ import yaml
 from audit.answers import explain_together, target_index
 from audit.explain import Explainer, distil_pair
 from audit.pictures import to_pil
+from engine.writing import write_text
 from service.cases import open_classifier_id, surrogate_recipes
 from service.client import Client
 from service.configuration import Configuration
@@ -380,9 +381,7 @@ def main(argv: list[str] | None = None) -> int:
             "targets": [asdict(one) | {"kept": one.kept} for one in targets],
             **figures,
         }
-        partial = args.json.with_name(args.json.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        write_text(args.json, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return 0 if all(one.kept for one in targets) else 1
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.errors import InputError
 from engine.runtime.artifact_folder import FORMAT, MANIFEST, GraphFile, Manifest, Source, read_graph, read_manifest
+from engine.writing import write_text
 from export.graphs import Contract
 from export.translate import OPSET
 
@@ -60,9 +61,7 @@ def write_manifest(
         graphs=graphs,
         parity=parity,
     ).sealed()
-    partial = folder / (MANIFEST + ".partial")
-    partial.write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / MANIFEST)
+    write_text(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
     return manifest
 
 

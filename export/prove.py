@@ -39,6 +39,7 @@ from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import generate
 from engine.surrogate import GUIDE, Agreement, distil
+from engine.writing import write_text
 from export import rtx
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced
@@ -323,10 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = json.dumps(figures, indent=2)
     print(text)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        partial = args.json.with_name(args.json.name + ".partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        write_text(args.json, text + "\n")
     return 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.writing import write_text
 from service.progress import auditing, counting, distilling
 
 if TYPE_CHECKING:
@@ -186,9 +187,7 @@ def main(out: Path) -> Path:
     total = sum(clock.seconds.values())
     print(f"{total // 60:.0f} minutes {total % 60:.0f} seconds in all.")
     page = out / "report.html"
-    partial = page.with_name("report.html.partial")
-    partial.write_text(story("Pfungst and the clever student", OPENING, chapters), encoding="utf-8")
-    partial.replace(page)
+    write_text(page, story("Pfungst and the clever student", OPENING, chapters))
     return page
 
 

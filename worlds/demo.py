@@ -8,6 +8,7 @@ import torch
 from audit.metrics import group_accuracies
 from audit.pictures import data_uri, save_png, sheet
 from engine.sampling import generate, reconstruct
+from engine.writing import write_text
 from worlds import WORLDS
 from worlds.measure import TEST_SEED, predictions
 from worlds.store import open_classifier, open_prior
@@ -42,9 +43,7 @@ def main(out: Path) -> Path:
     torch.manual_seed(0)
     sections = [_section(world, out) for world in WORLDS.values()]
     page = out / "index.html"
-    partial = page.with_name("index.html.partial")
-    partial.write_text(PAGE.format(sections="\n".join(sections)), encoding="utf-8")
-    partial.replace(page)
+    write_text(page, PAGE.format(sections="\n".join(sections)))
     return page
 
 

@@ -20,6 +20,7 @@ from audit.metrics import frechet_distance
 from audit.pictures import save_png, sheet
 from engine.prior import Prior
 from engine.sampling import generate, image_to_image
+from engine.writing import write_text
 from worlds.generators import TRAINING_IMAGES, diffusion_scheduler
 from worlds.measure import TEST_SEED, features, predictions
 from worlds.store import PIXEL, WEIGHTS, open_classifier, open_prior, prior_name
@@ -156,6 +157,4 @@ Measured when it was trained, by `python -m worlds.train pixel`:
 
 Do not use it on real pictures.
 """
-    partial = weights / world.name / "pixel.md.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(weights / world.name / "pixel.md")
+    write_text(weights / world.name / "pixel.md", text)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from engine.errors import PfungstError
+from engine.writing import write_text
 from worlds import WORLDS
 from worlds.card import write_card
 from worlds.measure import Measurement, measure
@@ -63,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(found, megabytes))
     if arguments.json:
         content = {**{name: m.as_dict() for name, m in found.items()}, "weights_mb": round(megabytes, 2)}
-        partial = arguments.json.with_name(arguments.json.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(arguments.json)
+        write_text(arguments.json, json.dumps(content, indent=2) + "\n")
     if arguments.cards:
         for name, figures in found.items():
             write_card(WORLDS[name], figures)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import benchmarks.tables
 from benchmarks.quality import RESULTS, TEST_SEED
 from benchmarks.tables.calibration import calibrate
-from benchmarks.tables.case import BATCH, Case, make_sets, open_case, write_text
+from benchmarks.tables.case import BATCH, Case, make_sets, open_case
 from benchmarks.tables.cost import TIMING_BATCH, TIMING_RUNS, Timing, cost_of
 from benchmarks.tables.figures import GAIN_SEEDS, measured
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
@@ -23,6 +23,7 @@ from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, SOURCES, TRI
 from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, Table, grid, write_results
 from engine.errors import Cancelled, InputError, PfungstError
 from engine.methods import DEFAULT, AnySettings, method_named
+from engine.writing import write_text
 from worlds import WORLDS
 from worlds.world import Sample
 

@@ -29,6 +29,7 @@ from engine.methods import METHODS, AnySettings
 from engine.methods.search import Perceptual
 from engine.prior import Prior
 from engine.surrogate import SurrogatePair
+from engine.writing import replacing, write_text
 from service.progress import distilling
 from worlds import World
 from worlds.classifiers import RECIPES
@@ -142,9 +143,8 @@ def write_sets(sets: Sequence[CounterfactualSet], file: Path) -> None:
         }
         for found in sets
     ]
-    partial = file.with_name(file.name + ".partial")
-    save_file(tensors, partial, {"sets": json.dumps(rest)})
-    partial.replace(file)
+    with replacing(file) as partial:
+        save_file(tensors, partial, {"sets": json.dumps(rest)})
 
 
 def read_sets(file: Path, settings: AnySettings) -> list[CounterfactualSet]:
@@ -204,11 +204,3 @@ def once(file: Path, work: Callable[[], Any]) -> Any:
     if not file.is_file():
         write_text(file, json.dumps(work(), allow_nan=False))
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def write_text(file: Path, text: str) -> None:
-    """The file is whole or not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from audit.pictures import save_png, sheet
-from benchmarks.tables.case import write_text
 from benchmarks.tables.figures import Figure, Figures
+from engine.writing import write_text
 
 GRID_COLUMNS = 12
 LABEL_WIDTH = 110

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from engine.errors import InputError
+from engine.writing import replacing
 from service.commands.explain import add_prior_arguments
 from service.exit_code import ExitCode
 
@@ -47,10 +48,8 @@ def run(args: argparse.Namespace) -> int:
     explainer = Explainer(source.prior, classifier, surrogates, source.recipe, budget)
     with counting("calibrating", "setting") as watch:
         found = calibrate(explainer, tried, progress=watch)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.out.with_name(args.out.name + ".partial")
-    found.recipe.save(partial)
-    partial.replace(args.out)
+    with replacing(args.out) as partial:
+        found.recipe.save(partial)
     trials = args.out.with_suffix(".trials.json")
     trials.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
     best = choose(found.trials)
