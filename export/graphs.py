@@ -32,6 +32,7 @@ from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.runtime.artifact_folder import DTYPES, Port, check_gradient, network_of
 from export.rules import UnsupportedOperator
+from export.tail import fold_tail
 from export.trace import trace
 from export.translate import translate
 
@@ -106,7 +107,7 @@ def contracts(
     network = network_of(guide)
     with torch.no_grad(), frozen_model(network):
         classes = int(network(torch.zeros(1, 3, height, width)).shape[1])
-    generator = _in_precision(prior, dtype)
+    generator = _in_precision(fold_tail(prior), dtype)
     classifier = _in_precision(network, dtype)
 
     def encoder(image: Tensor) -> Tensor:

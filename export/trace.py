@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.errors import ModelError
 from export.fold import constant, fold
+from export.layout import meet_layouts
 from export.rules import FORWARD_RULES, RULES, Rule, UnsupportedOperator
 from export.tokens import simplify
 
@@ -42,6 +43,7 @@ def trace(
         free_batch(graph, record(function, larger, rules), first, len(examples[first]))
     fold(graph)
     simplify(graph)
+    meet_layouts(graph)
     graph.graph.lint()
     graph.recompile()
     refuse_backward_operators(graph)

@@ -6,7 +6,7 @@ from PIL import Image
 from audit.pictures import save_png, sheet
 from engine.sampling import generate, reconstruct
 from worlds.classifiers import RECIPES
-from worlds.generators import AUTOENCODER_STEPS, NETWORK_CYCLES, TRAINING_IMAGES
+from worlds.generators import AUTOENCODER_STEPS, DECODER_STEPS, NETWORK_CYCLES, TRAINING_IMAGES
 from worlds.measure import TEST_SEED, Measurement
 from worlds.store import WEIGHTS, open_prior
 from worlds.world import World
@@ -49,7 +49,8 @@ random second-order steps, null conditioning).
 
 A {kind}: {count["network"]:,} parameters over an autoencoder of {count["autoencoder"]:,}, {world.size} px to 4×16×16
 latents. Trained by this project on {TRAINING_IMAGES[world.name]:,} unpoisoned pictures, without labels: autoencoder
-{AUTOENCODER_STEPS[world.name]:,} steps, network {sum(NETWORK_CYCLES[world.name]):,} steps.
+{AUTOENCODER_STEPS[world.name]:,} steps, then a lighter decoder for the same latents {DECODER_STEPS:,} steps, network
+{sum(NETWORK_CYCLES[world.name]):,} steps.
 Weights are stored in half precision.
 
 ## Classifiers

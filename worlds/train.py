@@ -22,6 +22,7 @@ from worlds.generators import (
     train_autoencoder,
     train_diffusion,
     train_flow,
+    train_light_decoder,
     training_images,
 )
 from worlds.measure import measure
@@ -36,6 +37,8 @@ def train_prior(world: World, checkpoints: Path) -> None:
     images = training_images(world)
     vae = train_autoencoder(world, images, checkpoints / f"{world.name}-autoencoder.safetensors")
     latents = encode_all(vae, images)
+    light = checkpoints / f"{world.name}-decoder.safetensors"
+    vae = train_light_decoder(vae, images, latents, light, f"{world.name} decoder")
     checkpoint = checkpoints / f"{world.name}-network.safetensors"
     if world.name == "portraits":
         write_prior(world, {"vae": vae, "transformer": train_flow(world, latents, checkpoint)}, flow_scheduler())
