@@ -15,6 +15,7 @@ of a place are channels in the order (picture channel, row in the place, column 
 """
 
 import copy
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class FoldedTail(nn.Module):
         w1, w2 = first.weight.detach().double(), second.weight.detach().double()
         self.outputs = len(w2)
         bias = torch.zeros(len(w2)) if second.bias is None else second.bias.detach()
-        # Where the second convolution reaches over an edge with its first tap, the first one reaches back with its last.
+        # Where the second convolution's first tap lies beyond an edge, the first one's last tap reaches back.
         first_edge, last_edge = (slice(0, 1), slice(2, 3)), (slice(2, 3), slice(0, 1))
         edges, all_ = (first_edge, last_edge), (slice(None), slice(None))
         rows = [_pixels(_composed(w1, w2, edge, all_), row=i) for i, edge in enumerate(edges)]
@@ -95,9 +96,7 @@ def _composed(w1: Tensor, w2: Tensor, rows: Taps, columns: Taps) -> Tensor:
 def _pixels(kernel: Tensor, row: int | None = None, column: int | None = None) -> Tensor:
     """[4·O, C, ., .]: what a kernel on pixels is for each pixel of a place; only one row or column of them if named."""
     places = PLACES.double()
-    by_row, by_column = (
-        places if taps == 5 else torch.ones(2, 1, 1, dtype=torch.float64) for taps in kernel.shape[2:]
-    )
+    by_row, by_column = (places if taps == 5 else torch.ones(2, 1, 1, dtype=torch.float64) for taps in kernel.shape[2:])
     found = torch.einsum("pya,qxb,ocab->opqcyx", by_row, by_column, kernel)
     for axis, kept in ((1, row), (2, column)):
         if kept is not None:
@@ -136,7 +135,7 @@ def _doubles(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Upsample) and layer.mode == "nearest" and layer.scale_factor == 2
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """A 3×3 convolution of stride 1 that pads with zeros."""
     return (
         isinstance(layer, nn.Conv2d)
