@@ -13,9 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
-from benchmarks.quality import RESULTS, TEST_SEED
+from benchmarks.quality import RESULTS
 from benchmarks.tables.calibration import calibrate
-from benchmarks.tables.case import BATCH, Case, make_sets, open_case
+from benchmarks.tables.case import BATCH, TEST_SEED, Case, make_sets, open_case
 from benchmarks.tables.cost import TIMING_BATCH, TIMING_RUNS, Timing, cost_of
 from benchmarks.tables.figures import GAIN_SEEDS, measured
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW

@@ -37,7 +37,9 @@ from worlds.store import open_classifier, open_prior
 from worlds.world import Sample
 
 BATCH = 10
-GAIN_TEST_SEED = 820_001
+GAIN_TEST_SEED = 870_001
+TEST_SEED = 880_001
+"""Of the pictures that all methods explain; no setting was chosen on them."""
 N_GAIN_TEST = 2_000
 
 

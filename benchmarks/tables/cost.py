@@ -21,8 +21,7 @@ from tqdm import tqdm
 from audit.explain import runners_up
 from audit.lpips import LPIPS
 from benchmarks.memory import MB, peak_rss, weight_bytes
-from benchmarks.quality import TEST_SEED
-from benchmarks.tables.case import Case, once
+from benchmarks.tables.case import TEST_SEED, Case, once
 from benchmarks.tables.figures import Figure, Figures
 from benchmarks.tables.plan import SPACES, Row
 from engine.errors import InputError

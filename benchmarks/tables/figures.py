@@ -24,8 +24,8 @@ from audit.metrics import (
     sparsity,
 )
 from audit.teachers import Judgement, OracleTeacher, Pairs
-from benchmarks.quality import TEST_SEED, Run
-from benchmarks.tables.case import Case, once, run_of
+from benchmarks.quality import Run
+from benchmarks.tables.case import TEST_SEED, Case, once, run_of
 from benchmarks.tables.plan import K, Row
 from engine.loop import CounterfactualSet
 from service.progress import counting
