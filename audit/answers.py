@@ -12,8 +12,8 @@ from torch import Tensor
 from audit.classifier import Classifier
 from audit.explain import Explainer, choose_target, summary
 from audit.pictures import data_uri, to_pil
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.errors import ClassifierError, TargetError
-from engine.loop import CancelToken, CounterfactualSet, Progress
 
 
 def target_index(explainer: Explainer, image: Tensor, target: int | str | None) -> int:

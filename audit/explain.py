@@ -18,8 +18,8 @@ from audit.classifier import Classifier
 from audit.dataset import Dataset
 from audit.metrics import edited_area
 from audit.pictures import heat_map, save_png, sheet, to_pil
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.errors import RecipeError, TargetError
-from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.memory import Plan, plan_memory
 from engine.methods import DEFAULT, AnySettings, Method, method_named
 from engine.prior import Prior

@@ -33,7 +33,7 @@ from audit.pictures import save_png, to_pil
 from audit.policy import Policy, direction_name
 from audit.teachers import Judgement, Pairs, Teacher
 from audit.verdict import Judge, Prerequisites, Verdict
-from engine.loop import CancelToken, CounterfactualSet
+from engine.counterfactual import CancelToken, CounterfactualSet
 from engine.sampling import row_seed
 
 BATCH = 8

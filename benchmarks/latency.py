@@ -44,7 +44,7 @@ from torch import nn
 from benchmarks.memory import peak_rss, small_classifier, small_prior
 from engine.errors import PfungstError
 from engine.guidance import gradient_source
-from engine.loop import counterfactuals, query
+from engine.loop import counterfactuals
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
@@ -54,6 +54,7 @@ from engine.runtime.tensorrt_runtime import TensorRtRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.surrogate import GUIDE
 from engine.surrogate_net import SurrogateNetwork
+from engine.tries import query
 from engine.writing import replacing, write_text
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced, write_graph

@@ -28,7 +28,7 @@ from audit.metrics import (
     sparsity,
 )
 from audit.pictures import heat_map, save_png, sheet
-from engine.loop import CounterfactualSet
+from engine.counterfactual import CounterfactualSet
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.sampling import reconstruct

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.counterfactual import CounterfactualSet
 from engine.errors import ModelError
 from engine.guidance import Model, gradient_source
-from engine.loop import CounterfactualSet, Originals, check_targets, counterfactuals, draw_noise, query, trajectory
+from engine.loop import check_targets, counterfactuals
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.artifact_folder import DTYPES, LARGEST_ERROR, SMALLEST_COSINE, network_of
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import walk
+from engine.trajectory import Originals, draw_noise, trajectory
+from engine.tries import query
 from export.graphs import Contract
 
 Run = Callable[..., Any]

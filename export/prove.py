@@ -30,7 +30,7 @@ from transformers import AutoModelForImageClassification
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import InputError, PfungstError
-from engine.loop import Originals, check_targets, counterfactuals, draw_noise, query, trajectory
+from engine.loop import check_targets, counterfactuals
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
@@ -39,6 +39,8 @@ from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import generate
 from engine.surrogate import GUIDE, Agreement, distil
+from engine.trajectory import Originals, draw_noise, trajectory
+from engine.tries import query
 from engine.writing import write_text
 from export import rtx
 from export.artifact import Batches, write_artifact

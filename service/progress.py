@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from audit.verdict import Judge
-    from engine.loop import Progress
+    from engine.counterfactual import Progress
 
 
 @contextmanager

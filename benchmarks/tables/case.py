@@ -24,7 +24,7 @@ from audit.finetune import FinetuneSettings, Labelled
 from audit.lpips import LPIPS
 from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
 from benchmarks.tables.plan import MEMORY, SPACES, K, Row
-from engine.loop import Cost, CounterfactualSet
+from engine.counterfactual import Cost, CounterfactualSet
 from engine.methods import METHODS, AnySettings
 from engine.methods.search import Perceptual
 from engine.prior import Prior

@@ -27,7 +27,7 @@ from audit.teachers import Judgement, OracleTeacher, Pairs
 from benchmarks.quality import Run
 from benchmarks.tables.case import TEST_SEED, Case, once, run_of
 from benchmarks.tables.plan import K, Row
-from engine.loop import CounterfactualSet
+from engine.counterfactual import CounterfactualSet
 from service.progress import counting
 from worlds.measure import features
 from worlds.world import Sample

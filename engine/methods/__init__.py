@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.errors import RecipeError
 from engine.guidance import Model
-from engine.loop import CancelToken, CounterfactualSet, Progress, counterfactuals
+from engine.loop import counterfactuals
 from engine.methods.ace import AceSettings, ace
 from engine.methods.diffeocf import DiffeoSettings, diffeocf
 from engine.methods.dime import DimeSettings, dime

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.guidance import Model
-from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.methods.filters import Side, repaint, unchanged
 from engine.methods.search import MethodSettings, Perceptual, Try, search
 from engine.prior import Prior

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.guidance import Model
-from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.methods.ace import Iterations
 from engine.methods.search import MethodSettings, Noise, Perceptual, Try, search
 from engine.prior import Prior

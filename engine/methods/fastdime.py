@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.guidance import Model
-from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.masks import to_latent
 from engine.methods.dime import GuidedDiffusionSettings, push
 from engine.methods.filters import Side, posterior, unchanged

@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from engine.counterfactual import CancelToken, CounterfactualSet, Progress
 from engine.guidance import Model
-from engine.loop import CancelToken, CounterfactualSet, Progress
 from engine.methods.ace import Iterations
 from engine.methods.filters import Side, repaint, unchanged
 from engine.methods.search import MethodSettings, Perceptual, Try, search

@@ -24,28 +24,18 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engine.counterfactual import CancelToken, Cost, CounterfactualSet, Progress
 from engine.errors import Cancelled, PriorError
 from engine.guidance import GradientSource, Guidance, Model, frozen_model, gradient_source, guidance
-from engine.loop import (
-    CancelToken,
-    Cost,
-    CounterfactualSet,
-    Originals,
-    Progress,
-    check_guide,
-    check_images,
-    check_seeds,
-    check_targets,
-    lead,
-    model_hash,
-    query,
-)
+from engine.loop import check_guide, check_images, check_seeds, check_targets, model_hash
 from engine.masks import FLOOR
 from engine.path import Path
 from engine.prior import Prior
 from engine.recipe import GradientName, Recipe
 from engine.sampling import walk
 from engine.settings import Settings
+from engine.trajectory import Originals, lead
+from engine.tries import query
 
 Perceptual = Callable[[Tensor, Tensor], Tensor]
 """A distance [B] between images [B, 3, H, W] and originals, such as audit.lpips.LPIPS."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from engine.errors import InputError, ModelError, PfungstError, RecipeError
 from engine.guidance import Model, frozen_model, gradient_source
-from engine.loop import Originals, trajectory
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
@@ -46,6 +45,7 @@ from engine.runtime.onnx_runtime import PROVIDERS, OnnxRuntime
 from engine.runtime.tensorrt_runtime import TensorRtRuntime, load_tensorrt
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import walk
+from engine.trajectory import Originals, trajectory
 
 log = logging.getLogger(__name__)
 NAMES = ("auto", "torch", "onnx", "onnx-cuda", "tensorrt")

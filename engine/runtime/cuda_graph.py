@@ -8,11 +8,11 @@ Shapes: B batch, C latent channels, h w latent size, H W image size, N steps, K 
     y, active            [B]
     a, b                 [N + 1], timesteps [N]
 
-`guided_step` and `plain_step` are pure functions of tensors with the semantics of engine.loop.trajectory, of whose
-parts they are made. What the loop decides on the host is here a table that a step index on the device reads (where
-masks begin, what is pasted) or a mask over the batch (who is still guided): a captured graph cannot shrink its batch.
-Two decisions stay with the host, because they need no value of the device: whether a step is guided at all, and to look
-every few steps whether anybody still has to be.
+`guided_step` and `plain_step` are pure functions of tensors with the semantics of engine.trajectory.trajectory, of
+whose parts they are made. What the loop decides on the host is here a table that a step index on the device reads
+(where masks begin, what is pasted) or a mask over the batch (who is still guided): a captured graph cannot shrink its
+batch. Two decisions stay with the host, because they need no value of the device: whether a step is guided at all, and
+to look every few steps whether anybody still has to be.
 
 The order of the samples' arithmetic is that of the loop, so a network that rounds every sample alone (micro_batch = 1)
 gives the same bits.
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import InputError, RecipeError
-from engine.loop import Originals, Trajectory, first_masked, kept_cells, lead, pushed
 from engine.masks import to_latent
 from engine.path import Path
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.artifact_folder import check_gradient, padded
+from engine.trajectory import Originals, Trajectory, first_masked, kept_cells, lead, pushed
 
 BUCKETS = (1, 2, 4, 8, 16, 32)
 """Batch sizes that are captured; others are padded up to the next."""
@@ -233,7 +233,7 @@ class CudaGraphRuntime:
         margin: float | None = None,
         watch: Callable[[int], None] = lambda step: None,
     ) -> Trajectory:
-        """One pass of Algorithm 1, to the end that engine.loop.trajectory comes to."""
+        """One pass of Algorithm 1, to the end that engine.trajectory.trajectory comes to."""
         if recipe != self.recipe:
             raise RecipeError("This loop was captured for another recipe; make a new one.")
         batch = len(eps)

@@ -18,8 +18,8 @@ from audit.remote_classifier import RemoteClassifier
 from audit.sources import open_classifier
 from engine.errors import ClassifierError, ModelError, WeightsError
 from engine.guidance import gradient_source
-from engine.loop import query
 from engine.recipe import Recipe
+from engine.tries import query
 from tests.audit.test_remote_classifier import JSON, plain, serving
 
 PREPROCESSING = {"size": 16, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

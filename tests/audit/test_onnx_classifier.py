@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from audit.onnx_classifier import OnnxClassifier
 from engine.errors import ClassifierError, WeightsError
 from engine.guidance import gradient_source
-from engine.loop import query
 from engine.recipe import Recipe
+from engine.tries import query
 
 WEIGHTS = np.array([[4.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 4.0]], dtype=np.float32)
 SETTINGS: dict[str, Any] = {

@@ -26,8 +26,8 @@ from PIL import Image
 from audit.remote_classifier import RemoteClassifier, RemoteEndpoint, is_private
 from engine.errors import ClassifierError
 from engine.guidance import gradient_source
-from engine.loop import query
 from engine.recipe import Recipe
+from engine.tries import query
 
 LABELS = ["red", "green", "blue"]
 KSERVE: dict[str, Any] = {

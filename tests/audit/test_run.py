@@ -19,8 +19,8 @@ from audit.report import Names, build, write
 from audit.run import Audit, AuditedImage, audit
 from audit.teachers import Judgement, OracleTeacher
 from audit.verdict import Outcome
+from engine.counterfactual import Cost, CounterfactualSet
 from engine.errors import Cancelled, ImageError, InputError
-from engine.loop import Cost, CounterfactualSet
 from engine.rate import Rate
 from engine.recipe import Recipe
 from engine.surrogate import Agreement

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.errors import InputError, ModelError, RecipeError
 from engine.guidance import gradient_source
-from engine.loop import Originals, WalkingRuntime, counterfactuals, draw_noise, trajectory
+from engine.loop import counterfactuals
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
 from engine.runtime.cuda_graph import (
@@ -36,6 +36,7 @@ from engine.runtime.cuda_graph import (
 )
 from engine.runtime.torch_runtime import TorchRuntime, use_xformers
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork
+from engine.trajectory import Originals, WalkingRuntime, draw_noise, trajectory
 from tests.engine.test_loop import RECIPE, Sides, gaussian_prior, images
 from tests.engine.test_prior import save_ldm, save_sd3
 

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from engine.guidance import gradient_source
 from engine.harmonise import first_below, harmonise
-from engine.loop import counterfactuals, draw_noise
+from engine.loop import counterfactuals
 from engine.masks import grown
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.trajectory import draw_noise
 from tests.engine.test_loop import RECIPE, Sides, gaussian_prior, images
 
 STRENGTHS = (0.6, 0.3, 0.1)

@@ -13,14 +13,16 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from engine.counterfactual import CounterfactualSet, Progress
 from engine.errors import Cancelled, ClassifierError, ImageError, RecipeError, TargetError
 from engine.guidance import gradient_source
-from engine.loop import CounterfactualSet, Originals, Progress, counterfactuals, draw_noise, lead, trajectory
+from engine.loop import counterfactuals
 from engine.path import first_step
 from engine.prior import IdentityAutoencoder, Network, Prior, load_prior
 from engine.recipe import GradientName, Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.trajectory import Originals, draw_noise, lead, trajectory
 from tests.engine.test_prior import save_ldm, save_sd3
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.loop import Originals, _prune
 from engine.prune import part, ranks, relevance, smallest
 from engine.recipe import Recipe
+from engine.trajectory import Originals
+from engine.tries import _prune
 
 SIZE = 16
 

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from engine.guidance import gradient_source
-from engine.loop import counterfactuals, draw_noise
+from engine.loop import counterfactuals
 from engine.recipe import Recipe
 from engine.redraw import GUIDED, LEVELS, Redrawn, redraw, surprise, walk_inside
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.trajectory import draw_noise
 from tests.engine.test_loop import RECIPE, SPREAD, Sides, gaussian_prior, images
 
 REDRAW = RECIPE.changed(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from audit.classifier import ModuleClassifier
 from audit.explain import Explainer
 from engine.errors import InputError, ModelError, PfungstError, RecipeError, WeightsError
-from engine.loop import trajectory
 from engine.recipe import Recipe
 from engine.runtime import choice
 from engine.runtime.artifact_folder import MANIFEST, Manifest, read_manifest
@@ -22,6 +21,7 @@ from engine.runtime.choice import Chosen, RuntimeChoice, check_choice, choose_ru
 from engine.runtime.cuda_graph import CudaGraphRuntime
 from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
+from engine.trajectory import trajectory
 from tests.engine.small_export import RECIPE, SIZE, export, small_guide, small_prior
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

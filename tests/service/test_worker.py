@@ -25,7 +25,7 @@ from audit.policy import Policy
 from audit.report import Names, build, write
 from audit.run import audit as run_audit
 from audit.teachers import OracleTeacher
-from engine.loop import Cost, CounterfactualSet
+from engine.counterfactual import Cost, CounterfactualSet
 from engine.rate import Rate
 from engine.recipe import Recipe
 from service import worker as worker_module

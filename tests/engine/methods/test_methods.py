@@ -11,8 +11,8 @@ import torch
 from diffusers import DDPMScheduler, UNet2DModel
 from torch import Tensor, nn
 
+from engine.counterfactual import CounterfactualSet, Progress
 from engine.errors import Cancelled, ClassifierError, ImageError, RecipeError, TargetError
-from engine.loop import CounterfactualSet, Progress
 from engine.methods import METHODS, method_named
 from engine.methods.dive import alikeness_gradient
 from engine.prior import load_prior

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.loop import CounterfactualSet, Originals
+from engine.counterfactual import CounterfactualSet
 from engine.methods import METHODS, AnySettings
 from engine.methods.search import MethodSettings, Tally, Try
 from engine.prior import Prior
+from engine.trajectory import Originals
 from tests.engine.test_loop import Sides, gaussian_prior, images
 
 BASELINES = [name for name in METHODS if name != "sce-lite-hq"]
