@@ -140,6 +140,9 @@ def test_a_malformed_policy_is_bad_input_before_anything_is_opened(
     assert said in sentence(capsys)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "cache").exists()
+    file.write_text("limit: 0.1\n")
+    assert gate(tmp_path, tmp_path / "nothing.csv", "--policy", str(file)) == 2
+    assert "nothing.csv" in sentence(capsys), "a good policy is read, and the next thing is missing"
 
 
 def manifest(pictures: Path, name: str, **columns: list[str]) -> Path:
@@ -168,6 +171,9 @@ def test_data_that_cannot_be_audited_is_bad_input_and_nothing_is_stored(
     assert gate(tmp_path, pictures / "empty.csv") == 2
     assert "no pictures" in sentence(capsys)
     assert not (tmp_path / "out").exists()
+    settings = ["--policy", policy(tmp_path, min_images=1, max_images=4), "--recipe", recipe(tmp_path)]
+    assert gate(tmp_path, pictures / "all.csv", *settings) in (0, 1, 3)
+    assert (tmp_path / "out" / "report.json").is_file()
 
 
 def test_a_formula_among_the_groups_is_text_in_the_report(pictures: Path, tmp_path: Path) -> None:
@@ -180,3 +186,26 @@ def test_a_formula_among_the_groups_is_text_in_the_report(pictures: Path, tmp_pa
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in page
     assert "href" not in page
+
+
+def test_labels_of_strangers_stay_text_from_the_command_to_the_report(pictures: Path, tmp_path: Path) -> None:
+    evil = dict(zip(WORLD.labels, ("<script>alert(1)</script>", "]]>\x07&dark"), strict=True))
+    for role in ("student", "oracle"):
+        shutil.copytree(WEIGHTS / WORLD.name / role, tmp_path / role)
+        config = json.loads((tmp_path / role / "config.json").read_text())
+        names = {index: evil[name] for index, name in config["id2label"].items()}
+        config |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+        (tmp_path / role / "config.json").write_text(json.dumps(config))
+    table = pd.read_csv(pictures / "all.csv")
+    data = manifest(pictures, "evil.csv", label=[evil[label] for label in table["label"]])
+    what = ["--classifier", str(tmp_path / "student"), "--teacher", str(tmp_path / "oracle"), "--data", str(data)]
+    settings = ["--policy", policy(tmp_path, min_images=1, max_images=4), "--recipe", recipe(tmp_path), "--k", "1"]
+    where = ["--prior", WORLD.name, "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    assert main(["audit", *what, *where, *settings]) in (0, 1, 3)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "\x07" not in page
+    ElementTree.parse(tmp_path / "out" / "junit.xml")
+    labels = {image["label"] for image in json.loads((tmp_path / "out" / "report.json").read_text())["images"]}
+    assert labels <= set(evil.values())

@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from audit.images import decode_image
+from audit.pictures import save_png, to_pil
 from tests.service.http.conftest import Service, base64_of, png
 
 
@@ -99,7 +101,22 @@ def test_other_modes_are_converted(service: Service, content: bytes) -> None:
     assert 0 <= float(image.min()) <= float(image.max()) <= 1
 
 
-def test_exif_rotation_is_applied_and_stripped() -> None:
+def test_colours_survive_the_conversion() -> None:
+    ink = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    stream = io.BytesIO()
+    ink.save(stream, "JPEG", quality=100)
+    assert decode_image(stream.getvalue()).mean((1, 2)).tolist() == pytest.approx([1, 0, 0], abs=0.03)
+    painted = Image.new("P", (16, 16))
+    painted.putpalette([255, 0, 0, 0, 0, 255])
+    painted.paste(1, (8, 0, 16, 16))
+    stream = io.BytesIO()
+    painted.save(stream, "PNG", transparency=0)
+    image = decode_image(stream.getvalue())
+    assert image[:, 0, 0].tolist() == [1, 1, 1], "what is transparent lies on white"
+    assert image[:, 0, 15].tolist() == [0, 0, 1]
+
+
+def test_exif_rotation_is_applied_and_stripped(service: Service, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     exif[0x010E] = "who took it"
@@ -110,3 +127,11 @@ def test_exif_rotation_is_applied_and_stripped() -> None:
     image = decode_image(stream.getvalue())
     assert tuple(image.shape) == (3, 64, 32)
     assert float(image[:, :32].mean()) < 0.01 < 0.99 < float(image[:, 32:].mean())
+    file = tmp_path / "handed-out.png"
+    save_png(to_pil(image), file)
+    assert b"who took it" not in file.read_bytes()
+    assert not Image.open(file).getexif()
+    body = {"classifier": "portraits/student", "image": base64_of(stream.getvalue())}
+    answer = service.client.post("/v1/explain", json=body)
+    assert answer.status_code == 200
+    assert "who took it" not in answer.text
