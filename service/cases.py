@@ -107,6 +107,7 @@ def given_case(
         prior = closest_embedded(read(size=64).image(0))
     source = open_source(prior, recipe=recipe, revision=revision)
     dataset = read(size=source.size)
+    dataset.check_labels(classifier.labels)  # before a teacher is learned and pictures are made
     judge, names = choose_teacher(source.prior, dataset, classifier.labels, oracle=teacher, verdicts=verdicts)
     return Case(source, classifier, dataset, judge, names, distillation_pictures(dataset, source.prior, pictures))
 

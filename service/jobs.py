@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import errno
 import json
 import time
 import uuid
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from engine.errors import InputError
+from service.disk import database_is_full
 
 __all__ = ["ConflictError", "Event", "Job", "JobState", "JobTable", "QueueFullError", "Signal"]
 
@@ -380,8 +382,13 @@ class JobTable:
 
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
-        with self._engine.begin() as connection:
-            yield connection
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except OperationalError as error:
+            if not database_is_full(error.orig):
+                raise
+            raise OSError(errno.ENOSPC, "The job table's disk is full") from error
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:

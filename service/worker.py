@@ -6,6 +6,8 @@ stopped. A worker may be killed at any moment; the next one that claims the job 
 
 A job ends early for one of three reasons, which one token holds: somebody cancelled it, the worker has to stop, or the
 job is another worker's now. The engine asks the token at every guided step.
+
+A full disk ends no job: it goes back to the queue with what it has finished, and a worker that has space goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from engine.errors import Cancelled, InputError, ModelError, RecipeError
 from service.artifacts import ArtifactStore
 from service.cases import AuditRequest, Case, CfkdRequest, job_case, job_repair, surrogate_recipes
 from service.configuration import Configuration
+from service.disk import is_full
 from service.jobs import Job, JobState, JobTable, Signal
 from service.priority import lower_process
 
@@ -54,6 +57,9 @@ RETENTION_SECONDS = 3600.0
 PROGRESS_SECONDS = 0.5
 """Least time between two reports of progress."""
 LOCK_SECONDS = 60.0
+FULL_SECONDS = 30.0
+"""How long a worker leaves the queue alone after it met a full disk."""
+WAITING_FOR_SPACE = {"stage": "waiting for space on the disk", "done": 0, "total": None, "seconds_left": None}
 JOURNAL = "journal.jsonl"
 RECIPE = "resume/recipe.json"
 REPORTS = ("report.html", "report.json", "junit.xml", "summary.md")
@@ -67,6 +73,7 @@ class Reason:
     CANCELLED = "cancelled"
     STOPPING = "the worker has to stop"
     LOST = "the job is another worker's"
+    FULL = "the disk is full"
 
 
 class Stop:
@@ -130,6 +137,8 @@ class Worker:
         with _Pulse(self.table, job, self.name, self.configuration, self._stop) as pulse:
             state, result, error = self._outcome(job, pulse)
         self._end(job, state, result, error)
+        if self._stop.reason == Reason.FULL:
+            self._ending.wait(FULL_SECONDS)
         return True
 
     def stop(self) -> None:
@@ -170,7 +179,11 @@ class Worker:
             return JobState.FAILED, None, {"code": "bad_model", "message": self._sentence(error)}
         except _Busy:
             return JobState.INTERRUPTED, None, None
-        except Exception:
+        except Exception as error:
+            if is_full(error):
+                log.error("job %s: the disk is full; the job goes on when there is space: %s", job.id, error)
+                self._stop.set(Reason.FULL)
+                return JobState.INTERRUPTED, None, None
             number = uuid.uuid4().hex
             log.exception("job %s failed, request id %s", job.id, number)
             message = f"Something went wrong inside; the operator's log has it under the request id {number}."
@@ -186,8 +199,10 @@ class Worker:
         if state is None:
             log.warning("job %s was lost to another worker", job.id)
             return
-        if state is JobState.INTERRUPTED and self._stop.reason == Reason.STOPPING:
-            self.table.interrupt(self.name)
+        if state is JobState.INTERRUPTED and self._stop.reason in (Reason.STOPPING, Reason.FULL):
+            if self._stop.reason == Reason.FULL:
+                self.table.beat(job.id, self.name, WAITING_FOR_SPACE)
+            self.table.interrupt(self.name)  # no fault of the job's: it does not count as an attempt
             return
         if not self.table.finish(job.id, self.name, state, result, error):
             log.warning("job %s was lost to another worker", job.id)

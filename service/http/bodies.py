@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from service.http.errors import Refused
+from service.disk import is_full
+from service.http.errors import FULL_DISK, Refused
 
 DEEPEST = 32
 MOST_FIELDS = 32
@@ -78,7 +79,9 @@ class StrictRequest(Request):
             raise
         except HTTPException as error:
             raise Refused(400, f"The form cannot be read: {error.detail}", code="bad_form") from None
-        except Exception:
+        except Exception as error:
+            if is_full(error):  # a large file is spooled to the disk while the form is read
+                raise Refused(503, FULL_DISK, code="disk_full") from None
             raise Refused(400, "The form cannot be read.", code="bad_form") from None
         try:
             self._check(form)

@@ -8,7 +8,6 @@ anything else            500; the message says nothing of the inside, the log sa
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
@@ -29,6 +28,7 @@ from engine.errors import (
     RecipeError,
     TargetError,
 )
+from service.disk import is_full
 from service.jobs import ConflictError, QueueFullError
 
 log = logging.getLogger("pfungst.http")
@@ -58,6 +58,9 @@ KINDS: dict[type[PfungstError], str] = {
     InputError: "bad_input",
 }
 LONGEST = 600
+BRANCHES = frozenset({"constrained-int", "constrained-str"})
+"""What pydantic adds to the place of a field that may be a number or a text."""
+FULL_DISK = "The server's disk is full."
 
 
 class Problem(BaseModel):
@@ -151,9 +154,9 @@ def install(app: FastAPI, strip: Callable[[str], str] = str) -> None:
         return envelope(503, str(error), "queue_full", headers={"Retry-After": "30"})
 
     async def disk(request: Request, error: Exception) -> Response:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             log.error("request %s: the disk is full", request.scope.get("pfungst_request_id", "-"))
-            return envelope(503, "The server's disk is full.", "disk_full")
+            return envelope(503, FULL_DISK, "disk_full")
         return await broken(request, error)
 
     app.add_exception_handler(ConflictError, conflict)
@@ -183,13 +186,15 @@ def validation_envelope(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return envelope(400, "The body is no JSON.", "bad_json")
-    where = [str(part) for part in first["loc"]]
+    where = [str(part) for part in first["loc"] if part not in BRANCHES]
     place, name = where[0], ".".join(where[1:])
     problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
     if first["type"] == "missing":
         sentence = f"{name or 'the body'} is missing."
     elif first["type"] == "extra_forbidden":
         sentence = f"There is no field {name!r:.80} here."
+    elif problem.startswith("Expected UploadFile"):
+        sentence = f"{name} has to be sent as a file, not as text; an address is not fetched."
     else:
         sentence = f"{name or place}: {problem}."
     return envelope(422, sentence, "invalid", name or place)

@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from engine.errors import ClassifierError, InputError, PfungstError
+from service.cases import Embedded, find_classifier
 from service.configuration import EMBEDDED_WORLDS, Configuration
 from service.http.errors import Refused
 from service.http.uploads import place_dataset, place_model, staging
 
 if TYPE_CHECKING:
     from audit.classifier import Classifier
+    from audit.dataset import Dataset
 
 Kind = Literal["classifiers", "datasets"]
 ID = re.compile(r"[0-9a-f]{32}")
 RECORD = "upload.json"
 CHECK_SECONDS = 20.0
 """How long an uploaded model may take for the first answer."""
+NAMED = 5
+"""How many names a message lists before it only counts."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,37 @@ class Registry:
         what = kind.removesuffix("s")
         raise Refused(422, f"There is no {what} {id!r:.80}; see /v1/{kind}.", code=f"unknown_{what}", field=what)
 
+    def check_labels(self, classifier: str, dataset: str, owner: str) -> None:
+        """Refuses an uploaded data set with labels that the classifier does not know.
+
+        Nothing is opened for it: what a configured classifier knows that nobody registered, its worker will see.
+        """
+        found = self.upload("datasets", dataset, owner)
+        if found is None or not found.labels or (known := self._labels_of(classifier, owner)) is None:
+            return
+        if unknown := [label for label in found.labels if label not in known]:
+            raise Refused(
+                422,
+                f"The classifier does not know {len(unknown)} of the {len(found.labels)} labels in the data set: "
+                f"{_some(unknown)}. It knows: {_some(known)}. Rename them in the data set and send it again.",
+                code="label_mismatch",
+                field="dataset",
+            )
+
+    def _labels_of(self, classifier: str, owner: str) -> tuple[str, ...] | None:
+        """What a classifier can answer, or None where nobody knows before it is opened."""
+        if classifier in self.opened:
+            return tuple(self.opened[classifier]["labels"])
+        if (found := self.upload("classifiers", classifier, owner)) is not None:
+            return found.labels
+        source = find_classifier(classifier, self.configuration)
+        if not isinstance(source, Embedded):
+            return source.labels
+
+        from worlds import WORLDS
+
+        return WORLDS[source.world].labels
+
     # Changing
 
     def open_configured(self, id: str) -> dict[str, Any]:
@@ -115,7 +151,7 @@ class Registry:
             return self._keep("classifiers", stage, path, owner, name, **known)
 
     def add_dataset(self, file: IO[bytes], owner: str, name: str) -> Upload:
-        """Stores an uploaded data set after its table was read."""
+        """Stores an uploaded data set after its table was read and its files were found."""
         from audit.dataset import open_dataset
 
         with staging(self.home("datasets")) as stage:
@@ -123,7 +159,9 @@ class Registry:
             content.mkdir()
             path = place_dataset(file, content, self.configuration.limits)
             with _without_path(stage):
-                labels = open_dataset(path, size=64).labels
+                found = open_dataset(path, size=64)
+            check_files(found, path)
+            labels = found.labels
             if len(labels) == 1:
                 raise InputError(f"The data set has the one class {labels[0]!r:.60}; an audit needs two.")
             return self._keep("datasets", stage, path, owner, name, labels=tuple(labels))
@@ -159,6 +197,24 @@ class Registry:
         (whole / RECORD).write_text(json.dumps(asdict(upload)), encoding="utf-8")
         whole.replace(self.home(kind) / id)
         return upload
+
+
+def check_files(dataset: Dataset, folder: Path) -> None:
+    """Refuses a data set that names more files than it may lack; an audit would stop at them, but much later."""
+    names = [dataset.name(row) for row in range(len(dataset))]
+    # os.path takes a name that no file system could hold for one that is not there; pathlib raises.
+    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+    if len(missing) > dataset.max_bad_share * len(names):
+        raise InputError(
+            f"{len(missing)} of the {len(names)} pictures that the data set names are not in the archive, more than "
+            f"the allowed {dataset.max_bad_share:.0%}: {_some(missing)}. Add them, or leave out their rows."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(f"{name!r:.60}" for name in names[:NAMED]) + more
 
 
 def facts(classifier: Classifier) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def routes(backend: Backend) -> APIRouter:
         body: AuditRequest, caller: Annotated[Caller, Depends(auditor)], key: IdempotencyKey = None
     ) -> JSONResponse:
         """Queues an audit."""
-        return submitted(*await submit(backend, "audit", caller, checked(backend, body, caller), key))
+        asked = await to_thread.run_sync(checked, backend, body, caller)
+        return submitted(*await submit(backend, "audit", caller, asked, key))
 
     router.include_router(job_routes(backend, "audits"))
 
@@ -139,8 +140,9 @@ def routes(backend: Backend) -> APIRouter:
         key: IdempotencyKey = None,
     ) -> JSONResponse:
         """Audits and waits for the verdict, up to `wait_seconds`; 202 where there is none by then."""
-        asked = AuditRequest(**body.model_dump(exclude={"wait_seconds"}))
-        job, _ = await submit(backend, "audit", caller, checked(backend, asked, caller), key)
+        audit = AuditRequest(**body.model_dump(exclude={"wait_seconds"}))
+        asked = await to_thread.run_sync(checked, backend, audit, caller)
+        job, _ = await submit(backend, "audit", caller, asked, key)
         return verdict_of(await wait_for(backend, request, job, body.wait_seconds))
 
     @router.get(
@@ -169,6 +171,7 @@ def checked(backend: Backend, body: AuditRequest, caller: Caller) -> dict[str, A
     backend.registry.check_named("datasets", dataset, caller.owner)
     if body.teacher is not None:
         backend.registry.check_named("classifiers", body.teacher, caller.owner)
+    backend.registry.check_labels(body.classifier, dataset, caller.owner)
     asked = body.model_dump(mode="json") | {"dataset": dataset}
     return Checked.of(asked, backend.configuration).model_dump(mode="json")
 

@@ -97,7 +97,7 @@ def routes(backend: Backend) -> APIRouter:
         file: Annotated[UploadFile, File(description="a zip of pictures with manifest.csv or class folders")],
         name: Annotated[UploadName, Form(description="for people")] = "upload",
     ) -> DatasetEntry:
-        """Stores a data set after its table was read."""
+        """Stores a data set after its table was read and its files were found."""
         return uploaded_set(await in_upload_thread(registry.add_dataset, file.file, caller.owner, name))
 
     @router.delete("/datasets/{id}", tags=["datasets"], status_code=204, responses=responses())

@@ -195,7 +195,7 @@ def routes(backend: Backend, collection: Collection) -> APIRouter:
         """Ends a job: at once where it waits, at its next step where it runs."""
         job = await job_of(backend, collection, id, caller)
         if job.state.finished:
-            raise Refused(409, f"The job has {job.state} already.", code="finished")
+            raise Refused(409, f"The job has ended already: it is {job.state}.", code="finished")
         await to_thread.run_sync(backend.jobs.request_cancel, id)
         return answer_of(await job_of(backend, collection, id, caller))
 

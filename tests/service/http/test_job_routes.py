@@ -106,8 +106,11 @@ def test_jobs_are_listed_by_pages_newest_first(service: Service) -> None:
 
 def test_cancel_queued_running_finished_and_unknown(service: Service) -> None:
     queued = submit(service)
-    assert service.client.post(queued["links"]["cancel"]).json()["state"] == "cancelled"
-    service.refuses(409, "finished", "POST", queued["links"]["cancel"])
+    told = service.client.post(queued["links"]["cancel"])
+    assert (told.status_code, told.json()["state"]) == (202, "cancelled")
+    assert service.backend.jobs.claim("worker") is None
+    message = service.refuses(409, "finished", "POST", queued["links"]["cancel"])
+    assert message == "The job has ended already: it is cancelled."
     running = submit(service)
     assert service.backend.jobs.claim("worker") is not None
     told = service.client.post(running["links"]["cancel"])
@@ -115,6 +118,23 @@ def test_cancel_queued_running_finished_and_unknown(service: Service) -> None:
     assert (told.json()["state"], told.json()["cancel_requested"]) == ("running", True)
     assert service.client.post(running["links"]["cancel"]).status_code == 202
     service.refuses(404, "not_found", "POST", f"/v1/audits/{'0' * 32}/cancel")
+    service.refuses(404, "not_found", "POST", f"/v1/cfkd/{running['id']}/cancel")
+
+
+def test_a_job_that_succeeded_or_failed_is_not_cancelled(service: Service, tmp_path: Path) -> None:
+    for state, values in (
+        (JobState.SUCCEEDED, {}),
+        (JobState.FAILED, {"error": {"code": "bad_model", "message": "The classifier answered with NaN."}}),
+    ):
+        job = submit(service)
+        finish(service, job["id"], tmp_path, state, **values)
+        before = service.client.get(job["links"]["self"]).json()
+        events = service.client.get(job["links"]["events"]).text
+        message = service.refuses(409, "finished", "POST", job["links"]["cancel"])
+        assert message == f"The job has ended already: it is {state}."
+        assert service.client.get(job["links"]["self"]).json() == before
+        assert (before["state"], before["cancel_requested"]) == (state, False)
+        assert service.client.get(job["links"]["events"]).text == events
 
 
 def test_progress_and_time_left_are_told(service: Service) -> None:

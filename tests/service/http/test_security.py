@@ -9,7 +9,9 @@ import pytest
 from engine.errors import InputError
 from service.configuration import Configuration
 from service.http import security
+from service.jobs import JobState
 from tests.service.http.conftest import Service, as_, base64_of, envelope_of, png
+from tests.service.http.test_job_routes import finish
 
 AUDIT = {"classifier": "portraits/student"}
 
@@ -71,6 +73,7 @@ def test_another_tokens_job_is_404(guarded: Service) -> None:
         ("GET", f"{home}/result"),
         ("GET", f"{home}/report.html"),
         ("GET", f"{home}/junit.xml"),
+        ("GET", f"{home}/summary.md"),
         ("GET", f"{home}/archive.zip"),
         ("GET", f"/v1/gate/{job['id']}"),
         ("POST", f"{home}/cancel"),
@@ -78,11 +81,44 @@ def test_another_tokens_job_is_404(guarded: Service) -> None:
         for other in ("bob", "root"):
             answer = guarded.client.request(method, address, headers=as_(other))
             assert answer.status_code == 404, (other, address)
-            envelope_of(answer)
+            assert envelope_of(answer)["code"] == "not_found"
     learn = {"audit": job["id"]}
     assert guarded.client.post("/v1/cfkd", json=learn, headers=as_("bob")).status_code == 404
     assert guarded.client.get("/v1/audits", headers=as_("bob")).json()["jobs"] == []
     assert guarded.client.get(home, headers=as_("alice")).json()["state"] == "queued"
+
+
+def test_another_tokens_finished_jobs_are_404(guarded: Service, tmp_path: Path) -> None:
+    """All files are there and their owner gets them, an audit's and a cfkd job's; nobody else does, nor can cancel."""
+    audit = guarded.client.post("/v1/audits", json=AUDIT, headers=as_("alice")).json()
+    finish(guarded, audit["id"], tmp_path)
+    asked = {"audit": audit["id"], "finetune": True, "steps": 50}
+    answer = guarded.client.post("/v1/cfkd", json=asked, headers=as_("alice"))
+    assert answer.status_code == 202, answer.text
+    learned = answer.json()
+    assert guarded.backend.jobs.claim("worker") is not None
+    (tmp_path / "packed").write_bytes(b"PK")
+    for name in ("set.zip", "classifier.zip"):
+        guarded.backend.artifacts.put(learned["id"], name, tmp_path / "packed")
+    guarded.backend.jobs.finish(learned["id"], "worker", JobState.SUCCEEDED, {"counterfactuals": 3})
+    for job, parts in (
+        (audit, ("result", "report.html", "junit.xml", "summary.md", "archive.zip", "events")),
+        (learned, ("result", "dataset.zip", "classifier.zip", "events")),
+    ):
+        home = job["links"]["self"]
+        addresses = [("GET", home), *(("GET", f"{home}/{part}") for part in parts)]
+        for other in ("bob", "watcher", "root"):
+            for method, address in (*addresses, ("POST", f"{home}/cancel")):
+                before = guarded.traces()
+                refused = guarded.client.request(method, address, headers=as_(other))
+                no_scope = (other, method) == ("watcher", "POST")
+                expected = (403, "forbidden") if no_scope else (404, "not_found")
+                assert (refused.status_code, envelope_of(refused)["code"]) == expected, (other, address)
+                assert guarded.traces() == before
+                assert guarded.client.get("/v1/audits", headers=as_(other)).json()["jobs"] == []
+        for method, address in addresses:
+            assert guarded.client.request(method, address, headers=as_("alice")).status_code == 200, address
+    assert guarded.client.get("/v1/cfkd", headers=as_("bob")).json()["jobs"] == []
 
 
 def test_an_idempotency_key_is_its_owners(guarded: Service) -> None:

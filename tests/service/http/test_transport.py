@@ -1,12 +1,15 @@
 """Bodies that are too large, broken, doubled or something else: none gets further than the door or the parser."""
 
+import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.service.http.conftest import Service, base64_of, envelope_of, png
+from tests.audit import test_onnx_classifier as onnx
+from tests.service.http.conftest import Service, base64_of, envelope_of, png, zip_of
 
 JSON = {"Content-Type": "application/json"}
 AUDIT = {"classifier": "portraits/student"}
@@ -128,26 +131,89 @@ def test_a_broken_form_is_refused(service: Service, request_: dict[str, Any], st
     service.refuses(status, None, "POST", "/v1/explain/upload", **request_)
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b.png", "..\\b.png", "..", "a\0b.png", "n" * 300, "a\x1b.png"])
-def test_a_files_name_is_one_plain_name(service: Service, name: str) -> None:
-    content = multipart(part("image", png(), name), part("settings", SETTINGS))
-    answer = service.client.post("/v1/explain/upload", **content)
-    assert answer.status_code in (400, 422), answer.text
-    envelope_of(answer)
-    assert not service.explained
+@pytest.fixture
+def uploads(tmp_path: Path) -> dict[str, tuple[str, bytes, bytes]]:
+    """By address: the field of the file, a file that is taken there, and the part that goes with it."""
+    faces = {"manifest.csv": b"image,label\na.png,dark\nb.png,blond\n", "a.png": png(), "b.png": png()}
+    model = onnx.save(tmp_path / "model.onnx").read_bytes()
+    return {
+        "/v1/explain/upload": ("image", png(), part("settings", SETTINGS)),
+        "/v1/classifiers/upload": ("file", model, part("settings", json.dumps(onnx.SETTINGS).encode())),
+        "/v1/datasets/upload": ("file", zip_of(faces), part("name", b"faces")),
+    }
+
+
+Uploads = dict[str, tuple[str, bytes, bytes]]
+
+
+def test_a_file_with_a_plain_name_is_taken_by_every_upload(service: Service, uploads: Uploads) -> None:
+    for name in ("a.png", "caf\u00e9 (1).zip", "n" * 255):
+        for address, (field, content, other) in uploads.items():
+            answer = service.client.post(address, **multipart(part(field, content, name), other))
+            assert answer.status_code == (200 if field == "image" else 201), answer.text
 
 
 @pytest.mark.parametrize(
-    "text", ["http://127.0.0.1:9/a.png", "file:///etc/passwd", "data:image/png;base64,AAAA", "s3://a/b"]
+    ("name", "sentence"),
+    [
+        *(
+            (name, "The file's name has to be one plain name without folders.")
+            for name in ("../b.png", "../../etc/passwd", "/etc/passwd", "a/b.png", "..\\b.png", "..", ".", "a\0b.png")
+        ),
+        ("a\x1b.png", "The file's name has to be one plain name without folders."),
+        ("http://127.0.0.1:9/a.png", "The file's name has to be one plain name without folders."),
+        ("n" * 300, "The file needs a name of 1 to 255 bytes."),
+        ("\u00e9" * 128, "The file needs a name of 1 to 255 bytes."),
+        ("", "The file needs a name of 1 to 255 bytes."),
+    ],
 )
-def test_an_address_is_not_fetched(service: Service, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_files_name_is_one_plain_name(service: Service, uploads: Uploads, name: str, sentence: str) -> None:
+    for address, (field, content, other) in uploads.items():
+        sent = multipart(part(field, content, name), other)
+        assert service.refuses(422, "bad_name", "POST", address, field=field, **sent) == sentence
+
+
+@pytest.fixture
+def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection is opened and no name is looked up."""
+
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a socket was opened")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.usefixtures("no_sockets")
+@pytest.mark.parametrize(
+    "text", ["http://127.0.0.1:9/a.png", "file:///etc/passwd", "data:image/png;base64,AAAA", "s3://a/b"]
+)
+def test_an_address_is_not_fetched(service: Service, text: str) -> None:
     body = {"classifier": "portraits/student", "image": text}
     service.refuses(422, "bad_base64", "POST", "/v1/explain", json=body, field="image")
-    service.refuses(422, None, "POST", "/v1/classifiers", json={"source": text}, field="source")
+    service.refuses(422, "invalid", "POST", "/v1/classifiers", json={"source": text}, field="source")
+
+
+@pytest.mark.usefixtures("no_sockets")
+def test_an_address_in_place_of_a_file_is_not_fetched(service: Service, uploads: Uploads, tmp_path: Path) -> None:
+    """The file:// addresses are of files that would be taken if they were read."""
+    wrong = {"image": "bad_image", "/v1/classifiers/upload": "bad_model", "/v1/datasets/upload": "bad_archive"}
+    for address, (field, content, other) in uploads.items():
+        (tmp_path / "good").write_bytes(content)
+        for text in (
+            "http://127.0.0.1:9/a.png",
+            "https://example.org/a.zip",
+            f"file://{tmp_path}/good",
+            str(tmp_path / "good"),
+            "file:///etc/passwd",
+            f"data:application/octet-stream;base64,{base64_of(content)}",
+        ):
+            as_field = multipart(part(field, text.encode()), other)
+            message = service.refuses(422, "invalid", "POST", address, field=field, **as_field)
+            assert message == f"{field} has to be sent as a file, not as text; an address is not fetched."
+            as_file = multipart(part(field, text.encode(), "a.png"), other)
+            service.refuses(422, wrong.get(field) or wrong[address], "POST", address, **as_file)
 
 
 @pytest.mark.parametrize("text", ["%%%%", "QUJD\n", "QUJD ", "QUI", "QR==", "QUJD====", "Ä", "-_-_"])
