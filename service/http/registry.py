@@ -85,13 +85,18 @@ class Registry:
         found = self._record(self.home(kind) / id / RECORD)
         return found if found is not None and owner in (None, found.owner) else None
 
-    def check_named(self, kind: Kind, id: str, owner: str) -> None:
-        """Refuses an id that this owner cannot name; another owner's upload is as unknown as any."""
+    def check_named(self, kind: Kind, id: str, owner: str, field: str | None = None) -> None:
+        """Refuses an id that this owner cannot name; another owner's upload is as unknown as any.
+
+        `field` is the field of the request that names it, if that is not called as what it names.
+        """
         known = self.configuration.classifier_ids if kind == "classifiers" else self.configuration.dataset_ids
         if id in known or self.upload(kind, id, owner) is not None:
             return
         what = kind.removesuffix("s")
-        raise Refused(422, f"There is no {what} {id!r:.80}; see /v1/{kind}.", code=f"unknown_{what}", field=what)
+        raise Refused(
+            422, f"There is no {what} {id!r:.80}; see /v1/{kind}.", code=f"unknown_{what}", field=field or what
+        )
 
     def check_labels(self, classifier: str, dataset: str, owner: str) -> None:
         """Refuses an uploaded data set with labels that the classifier does not know.

@@ -166,11 +166,11 @@ def routes(backend: Backend) -> APIRouter:
 
 def checked(backend: Backend, body: AuditRequest, caller: Caller) -> dict[str, Any]:
     """The job's request: ids that this caller may name, within the operator's limits, with every default filled in."""
-    dataset = named_dataset(body.dataset, body.classifier)
     backend.registry.check_named("classifiers", body.classifier, caller.owner)
+    dataset = named_dataset(body.dataset, body.classifier)
     backend.registry.check_named("datasets", dataset, caller.owner)
     if body.teacher is not None:
-        backend.registry.check_named("classifiers", body.teacher, caller.owner)
+        backend.registry.check_named("classifiers", body.teacher, caller.owner, "teacher")
     backend.registry.check_labels(body.classifier, dataset, caller.owner)
     asked = body.model_dump(mode="json") | {"dataset": dataset}
     return Checked.of(asked, backend.configuration).model_dump(mode="json")

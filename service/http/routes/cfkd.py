@@ -37,9 +37,9 @@ def routes(backend: Backend) -> APIRouter:
         audit = await job_of(backend, "audits", body.audit, caller)
         if audit.state is not JobState.SUCCEEDED:
             raise Refused(409, f"The audit is {audit.state}; only one that has succeeded can be learned from.")
-        for name in (body.train, body.test):
+        for field, name in (("train", body.train), ("test", body.test)):
             if name is not None:
-                backend.registry.check_named("datasets", name, caller.owner)
+                backend.registry.check_named("datasets", name, caller.owner, field)
         asked = Checked.of(body.model_dump(mode="json"), backend.configuration).model_dump(mode="json")
         return submitted(*await submit(backend, "cfkd", caller, asked, key))
 

@@ -227,11 +227,20 @@ def test_the_gate_answers_at_once_later_or_not_yet(service: Service, tmp_path: P
 def test_a_debiasing_set_needs_an_audit_that_succeeded(service: Service, tmp_path: Path) -> None:
     job = submit(service)
     learn: dict[str, Any] = {"audit": job["id"]}
-    service.refuses(409, None, "POST", "/v1/cfkd", json=learn)
+    service.refuses(409, "conflict", "POST", "/v1/cfkd", json=learn)
     service.refuses(404, "not_found", "POST", "/v1/cfkd", json={"audit": "0" * 32})
     finish(service, job["id"], tmp_path)
-    for wrong in ({"steps": 0}, {"steps": 51}, {"rate": 2}, {"rounds": 0}, {"train": "nothing"}, {"audit": ".."}):
-        service.refuses(422, None, "POST", "/v1/cfkd", json=learn | wrong)
+    wrongs: list[tuple[str, Any, str]] = [
+        ("steps", 0, "invalid"),
+        ("rate", 2, "invalid"),
+        ("rounds", 0, "invalid"),
+        ("audit", "..", "invalid"),
+        ("train", "nothing", "unknown_dataset"),
+        ("test", "nothing", "unknown_dataset"),
+    ]
+    for field, value, code in wrongs:
+        service.refuses(422, code, "POST", "/v1/cfkd", json=learn | {field: value}, field=field)
+    service.refuses(422, "bad_input", "POST", "/v1/cfkd", json=learn | {"steps": 51})
     answer = service.client.post("/v1/cfkd", json=learn | {"steps": 50})
     assert answer.status_code == 202, answer.text
     made = answer.json()

@@ -1,9 +1,14 @@
 """`bentoml serve` as a process: what BentoML itself decides, a client's walk, and its end."""
 
+import contextlib
 import io
+import json
+import os
+import signal
 import socket
 import time
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 POLICY = {"max_images": 4, "min_images": 2, "min_per_direction": 1}
 AUDIT: dict[str, Any] = {"classifier": "portraits/student", "k": 1, "steps": 4, "policy": POLICY}
+WAITING = ("queued", "running", "interrupted")
 
 
 def test_health_needs_nothing_and_says_nothing(served: Served) -> None:
@@ -130,6 +136,18 @@ def test_a_clients_walk(served: Served) -> None:
             assert "set/set.json" in packed.namelist()
 
 
+def processes_of(folder: Path) -> dict[int, str]:
+    """Every process of the server that was started in a folder, by its environment: workers are sessions of their own,
+    and whoever lost its parent is nobody's child."""
+    mark = f"PFUNGST_CONFIG={folder / 'pfungst.yaml'}".encode()
+    found = {}
+    for home in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended just now
+            if mark in (home / "environ").read_bytes().split(b"\0"):
+                found[int(home.name)] = (home / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
 def test_sigterm_ends_a_server_with_a_running_job_and_a_follower(tmp_path: Path) -> None:
     """The job goes back to the queue, the follower's stream ends, and nothing is left of the server."""
     (tmp_path / "pfungst.yaml").write_text("folder: data\nworkers: 1\nthreads: 1\nsurrogate_steps: 2\n")
@@ -147,6 +165,69 @@ def test_sigterm_ends_a_server_with_a_running_job_and_a_follower(tmp_path: Path)
         assert next(lines) == "id: 1"
         assert end(served) < 10
         assert any("running" in line for line in lines)
+    assert processes_of(tmp_path) == {}
     table = open_table(Configuration.load(tmp_path / "pfungst.yaml"))
     assert table.counts()["interrupted"] == 1
     table.close()
+
+
+@pytest.fixture
+def no_survivors(tmp_path: Path) -> Iterator[None]:
+    """Ends what a test that failed halfway left of its server."""
+    yield
+    for pid in processes_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_survivors")
+@pytest.mark.parametrize("with_workers", [False, True])
+def test_a_killed_server_goes_on_after_its_restart(tmp_path: Path, with_workers: bool) -> None:
+    """kill -9 of the server, or of the server and its workers as when the machine goes down, amid an audit."""
+    (tmp_path / "pfungst.yaml").write_text(
+        "folder: data\nworkers: 1\nthreads: 1\nnice: 0\nsurrogate_steps: 2\nsurrogate_pictures: 20\n"
+        "sync_images: 2\nheartbeat_seconds: 0.2\nstale_seconds: 3\ngrace_seconds: 2\n"
+    )
+    audit = AUDIT | {"batch": 1, "steps": 2, "policy": POLICY | {"min_images": 5, "max_images": 5}}
+    served = serve(tmp_path)
+    job = served.client.post("/v1/audits", json=audit, headers={"Idempotency-Key": "once"}).json()
+    journal = tmp_path / "data" / "work" / job["id"] / "journal.jsonl"
+
+    def finished() -> list[bytes]:
+        content = journal.read_bytes() if journal.is_file() else b""
+        return content[: content.rfind(b"\n") + 1].splitlines()
+
+    wait_for(lambda: len(finished()) >= 3)
+    known = processes_of(tmp_path)
+    workers = [pid for pid, command in known.items() if "service.worker" in command]
+    assert len(workers) == 1 and len(known) > 1
+    for pid in known:
+        if with_workers or pid not in workers:
+            os.kill(pid, signal.SIGKILL)
+    served.process.wait(10)
+    served.client.close()
+    wait_for(lambda: not processes_of(tmp_path), 10)  # a worker does not outlive its server
+    after_kill = finished()
+    assert 3 <= len(after_kill) < 6, "it ended before it could be killed"
+
+    served = serve(tmp_path)
+    try:
+        again = served.client.post("/v1/audits", json=audit, headers={"Idempotency-Key": "once"})
+        assert (again.status_code, again.json()["id"]) == (200, job["id"])
+        wait_for(lambda: served.client.get(job["links"]["self"]).json()["state"] not in WAITING)
+        ended = served.client.get(job["links"]["self"]).json()
+        assert ended["state"] == "succeeded", ended
+        with zipfile.ZipFile(io.BytesIO(served.client.get(ended["links"]["archive"]).content)) as packed:
+            lines = packed.read("journal.jsonl").splitlines()
+        assert lines[: len(after_kill)] == after_kill
+        rows = [json.loads(line)["row"] for line in lines[1:]]
+        assert len(set(rows)) == len(rows) == 5
+    finally:
+        assert end(served) < 10
+    assert processes_of(tmp_path) == {}
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.05)

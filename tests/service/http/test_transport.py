@@ -41,9 +41,9 @@ def test_an_upload_over_the_limit_is_refused(service: Service) -> None:
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "²", "9" * 30])
 def test_a_stated_length_that_is_no_number_is_refused(service: Service, length: str) -> None:
-    status = 413 if length.isascii() and length.isdigit() else 400
+    status, code = (413, "too_large") if length.isascii() and length.isdigit() else (400, "bad_request")
     headers = [("content-type", b"application/json"), ("content-length", length.encode())]
-    service.refuses(status, None, "POST", "/v1/audits", content=b"{}", headers=headers)
+    service.refuses(status, code, "POST", "/v1/audits", content=b"{}", headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_a_stated_length_that_is_no_number_is_refused(service: Service, length: 
         (b"[]", "invalid"),
         (b"null", "invalid"),
         (b'"text"', "invalid"),
-        (b"9" * 5_000, None),
+        (b"9" * 5_000, "bad_json"),
         (b'{"classifier": "portraits/student", "unknown": 1}', "invalid"),
         (b'{"classifier": "portraits/student", "policy": {"unknown": 1}}', "bad_input"),
     ],
 )
-def test_bad_json_is_refused(service: Service, content: bytes, code: str | None) -> None:
+def test_bad_json_is_refused(service: Service, content: bytes, code: str) -> None:
     status = 422 if code in ("invalid", "bad_input") else 400
     service.refuses(status, code, "POST", "/v1/audits", content=content, headers=JSON)
 
@@ -110,25 +110,41 @@ def test_a_whole_form_is_taken(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "status"),
+    ("request_", "status", "code"),
     [
-        (multipart(part("image", png(), "a.png"), part("settings", SETTINGS), boundary=b"other"), 400),
-        ({"content": b"--x\r\nnonsense", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}, 422),
-        ({"content": b"--x--\r\n", "headers": {"Content-Type": "multipart/form-data"}}, 400),
-        (multipart(part("image", png(), "a.png"), part("settings", SETTINGS), part("settings", SETTINGS)), 422),
-        (multipart(part("image", png(), "a.png"), part("image", png(), "b.png"), part("settings", SETTINGS)), 422),
-        (multipart(part("image", png(), "a.png"), part("settings", SETTINGS), part("unknown", b"1")), 422),
-        (multipart(part("image", png(), "a.png"), part("settings", b'{"classifier": 1, "classifier": 2}')), 422),
-        (multipart(part("image", png(), "a.png"), part("settings", b"[" * 5000)), 422),
-        (multipart(part("image", png(), "a.png"), part("settings", b'{"unknown": 1}')), 422),
-        (multipart(part("image", png(), "a.png"), part("settings", b" " * 70_000)), 400),
-        (multipart(*(part(f"f{i}", b"1") for i in range(40))), 400),
-        (multipart(part("settings", SETTINGS)), 422),
-        (multipart(part("image", b"https://example.org/a.png"), part("settings", SETTINGS)), 422),
+        (multipart(part("image", png(), "a.png"), part("settings", SETTINGS), boundary=b"other"), 400, "bad_form"),
+        (
+            {"content": b"--x\r\nnonsense", "headers": {"Content-Type": "multipart/form-data; boundary=x"}},
+            422,
+            "invalid",
+        ),
+        ({"content": b"--x--\r\n", "headers": {"Content-Type": "multipart/form-data"}}, 400, "bad_form"),
+        (
+            multipart(part("image", png(), "a.png"), part("settings", SETTINGS), part("settings", SETTINGS)),
+            422,
+            "duplicate_field",
+        ),
+        (
+            multipart(part("image", png(), "a.png"), part("image", png(), "b.png"), part("settings", SETTINGS)),
+            422,
+            "duplicate_field",
+        ),
+        (multipart(part("image", png(), "a.png"), part("settings", SETTINGS), part("unknown", b"1")), 422, "invalid"),
+        (
+            multipart(part("image", png(), "a.png"), part("settings", b'{"classifier": 1, "classifier": 2}')),
+            422,
+            "bad_json",
+        ),
+        (multipart(part("image", png(), "a.png"), part("settings", b"[" * 5000)), 422, "bad_json"),
+        (multipart(part("image", png(), "a.png"), part("settings", b'{"unknown": 1}')), 422, "invalid"),
+        (multipart(part("image", png(), "a.png"), part("settings", b" " * 70_000)), 400, "bad_form"),
+        (multipart(*(part(f"f{i}", b"1") for i in range(40))), 400, "bad_form"),
+        (multipart(part("settings", SETTINGS)), 422, "invalid"),
+        (multipart(part("image", b"https://example.org/a.png"), part("settings", SETTINGS)), 422, "invalid"),
     ],
 )
-def test_a_broken_form_is_refused(service: Service, request_: dict[str, Any], status: int) -> None:
-    service.refuses(status, None, "POST", "/v1/explain/upload", **request_)
+def test_a_broken_form_is_refused(service: Service, request_: dict[str, Any], status: int, code: str) -> None:
+    service.refuses(status, code, "POST", "/v1/explain/upload", **request_)
 
 
 @pytest.fixture
