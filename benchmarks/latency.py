@@ -192,7 +192,7 @@ def placed(subject: Subject) -> Subject:
 
 def cosine(subject: Subject, runtime: Runtime) -> float:
     """Of the worst sample's gradient with eager float32 on the CPU, at latents that the prior has walked to."""
-    z = fresh_inputs(subject.prior, len(subject.x0), *subject.size)["z_hat"]
+    z = fresh_inputs(subject.prior, len(subject.x0), *subject.size).inputs["z_hat"]
     y = torch.arange(len(z)) % 2
     source = gradient_source(subject.recipe, subject.f, subject.guide)
     reference = TorchRuntime(subject.prior, subject.prior.path(2, 1.0, *subject.size), source)

@@ -91,7 +91,8 @@ def write_artifact(
     graphs: dict[str, tuple[GraphFile, ...]] = {}
     figures: dict[str, Any] = {}
     scales = SCALES[precision]
-    fresh = fresh_inputs(prior, max(batches.sizes[-1] if batches.fixed else 0, PARITY_BATCH), *size)
+    most = max(batches.sizes[-1] if batches.fixed else 0, PARITY_BATCH)
+    fresh = fresh_inputs(prior, most, *size, reference["guidance"])
     with replaced_folder(out) as folder:
         for name in GRAPHS:
             files = []
@@ -102,7 +103,7 @@ def write_artifact(
                 write_graph(wanted[name], graph, file, batch)
                 tried = scales if wanted[name].has_gradient else scales[:1]
                 run = graph if precision == "bf16" else _session(wanted[name], file)
-                compare = partial(compare_graph, wanted[name], run, reference[name], batch or PARITY_BATCH, fresh=fresh)
+                compare = partial(compare_graph, wanted[name], run, reference[name], batch or PARITY_BATCH, fresh=fresh.inputs)
                 scale, found = prove(name, compare, precision, tried)
                 if wanted[name].has_gradient:
                     scales = (scale,)  # the manifest has one: graphs of further batch sizes have to do with it
@@ -119,7 +120,8 @@ def write_artifact(
             "cotangent_scale": scales[0],
             "graphs": graphs,
         }
-        manifest = write_manifest(folder, **settings, parity={"graphs": figures})
+        parity: dict[str, Any] = {"graphs": figures, "kinks_passed_over": fresh.passed_over}
+        manifest = write_manifest(folder, **settings, parity=parity)
         if classifier is not None and pictures is not None and precision != "bf16":
             progress("the whole loop", done, total)
             runtime = OnnxRuntime(folder, prior, guide, recipe)
@@ -131,7 +133,7 @@ def write_artifact(
                 raise ParityError(
                     "The loop on the exported graphs flips other samples than in torch; nothing was written."
                 )
-            manifest = write_manifest(folder, **settings, parity={"graphs": figures, "loop": asdict(loop)})
+            manifest = write_manifest(folder, **settings, parity={**parity, "loop": asdict(loop)})
         progress("done", total, total)
     return manifest
 
