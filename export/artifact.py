@@ -103,7 +103,8 @@ def write_artifact(
                 write_graph(wanted[name], graph, file, batch)
                 tried = scales if wanted[name].has_gradient else scales[:1]
                 run = graph if precision == "bf16" else _session(wanted[name], file)
-                compare = partial(compare_graph, wanted[name], run, reference[name], batch or PARITY_BATCH, fresh=fresh.inputs)
+                n = batch or PARITY_BATCH
+                compare = partial(compare_graph, wanted[name], run, reference[name], n, fresh=fresh.inputs)
                 scale, found = prove(name, compare, precision, tried)
                 if wanted[name].has_gradient:
                     scales = (scale,)  # the manifest has one: graphs of further batch sizes have to do with it
