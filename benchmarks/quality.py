@@ -23,6 +23,7 @@ from audit.metrics import (
     flip_rate,
     frechet_distance,
     hoyer_sparsity,
+    mean_of,
     na,
     nafr,
     sparsity,
@@ -95,23 +96,24 @@ def make(world: World, role: str, n: int, cache: Path, recipe: Recipe) -> Run:
     return Run(explainer, data, sets)
 
 
-def shares(world: World, run: Run, oracle: HuggingFaceClassifier) -> dict[str, float]:
+SHARES = ("share_label_region", "share_confounder_region", "share_elsewhere", "oracle_follows")
+
+
+def shares(world: World, run: Run, oracle: HuggingFaceClassifier) -> dict[str, float | list[float]]:
     """Where the edits of valid first counterfactuals lie, against ground truth, and how many of them change the label
     in the oracle's eyes too."""
     valid = torch.tensor(run.flipped(0) & run.confirmed(0))
     if not valid.any():
-        return dict.fromkeys(
-            ("share_label_region", "share_confounder_region", "share_elsewhere", "oracle_follows"), float("nan")
-        )
+        return dict.fromkeys(SHARES, float("nan"))
     factors = run.data.factors[valid.numpy()]
     found = edit_shares(world, factors, run.data.images[valid], run.images(0)[valid], run.edits(0)[valid])
     targets = torch.tensor([counterfactual.target for counterfactual in run.sets])
     was, now = predictions(oracle, run.data.images), predictions(oracle, run.images(0))
-    return {
-        "share_label_region": found.label.nanmean().item(),
-        "share_confounder_region": found.confounder.nanmean().item(),
-        "share_elsewhere": found.elsewhere.nanmean().item(),
-        "oracle_follows": ((now == targets) & (now != was))[valid].float().mean().item(),
+    follows = ((now == targets) & (now != was))[valid].float()
+    parts = zip(SHARES, (found.label, found.confounder, found.elsewhere, follows), strict=True)
+    means = {name: mean_of(part.double().numpy()) for name, part in parts}
+    return {name: mean.value for name, mean in means.items()} | {
+        f"{name}_interval": [mean.lower, mean.upper] for name, mean in means.items()
     }
 
 

@@ -8,6 +8,7 @@ Camelyon17 poisoned with the hospital of origin. Light passes two stains as Beer
 import math
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -93,6 +94,19 @@ class Histology(World):
             "stroma": (1 - gap) * (1 - nuclei),
         }
         return image, parts
+
+    def label_changes(self, factors: pd.DataFrame, size: int | None = None) -> list[Tensor]:
+        """Turning the label over changes the nuclei that are there; but they may come and go anywhere in the tissue.
+
+        So any pixel may turn to nucleus or to bare stroma as well, stained as its own hospital does.
+        """
+        here = self.render(factors, size).images
+        crowded = self.intervene(factors, label=0, density=3.0, nucleus_size=6.0)
+        bare = self.intervene(factors, density=-3.0)
+        return [
+            *super().label_changes(factors, size),
+            *(self.render(other, size).images - here for other in (crowded, bare)),
+        ]
 
     def _nuclei(
         self, c: dict[str, Tensor], x: Tensor, y: Tensor, tumour: Tensor, size: int

@@ -116,6 +116,10 @@ class World(ABC):
         after = self.render(self.intervene(factors, flip=factor), size).images
         return after - before
 
+    def label_changes(self, factors: pd.DataFrame, size: int | None = None) -> list[Tensor]:
+        """Signed pixel changes [N, 3, H, W] by which the label could show: here, the one of turning it over."""
+        return [self.change(factors, "label", size)]
+
     def region(self, factors: pd.DataFrame, factor: str, size: int | None = None) -> Tensor:
         """Where a 0/1 factor shows: pixels that would visibly change were it turned over, [N, 1, H, W] of bool."""
         return self.change(factors, factor, size).abs().amax(dim=1, keepdim=True) > VISIBLE_CHANGE

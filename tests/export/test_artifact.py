@@ -137,9 +137,7 @@ def test_group_norm_attention_and_other_losses(
     for name in names:
         file = tmp_path / f"{name}.onnx"
         write_graph(made[name], traced(made[name], None), file, None)
-        figures = compare_graph(
-            made[name], in_session(made[name], open_session(file.read_bytes())), made[name], 3, 1.0
-        )
+        figures = compare_graph(made[name], in_session(made[name], open_session(file.read_bytes())), made[name], 3, 1.0)
         assert all(worst.error < 1e-5 and worst.cosine > 0.99999 for worst in figures.values()), figures
 
 

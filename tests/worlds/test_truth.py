@@ -32,6 +32,20 @@ def test_turning_the_confounder_over_counts_as_confounder() -> None:
         assert label < 0.1
 
 
+def test_nuclei_that_come_and_go_anywhere_count_as_label_whoever_stained_them() -> None:
+    """Other tissue has its nuclei elsewhere, where turning this tissue's label over would draw none."""
+    world = WORLDS["histology"]
+    factors = world.factors(12, seed=3)
+    before = world.render(factors)
+    moved = world.intervene(factors, flip="label").assign(tissue_seed=world.factors(12, seed=4)["tissue_seed"])
+    for hospital_too in (False, True):
+        after = world.render(world.intervene(moved, flip="confounder") if hospital_too else moved)
+        edit = ((after.parts["nuclei"] - before.parts["nuclei"]).abs() > 0.5).view(12, 1, 64, 64)
+        found = edit_shares(world, factors, before.images, after.images, edit)
+        assert found.label.mean() > 0.95
+        assert found.confounder.mean() < 0.05
+
+
 def test_an_edit_of_the_wall_is_elsewhere_and_no_edit_is_nan() -> None:
     world = WORLDS["portraits"]
     factors = world.factors(2, seed=3)
