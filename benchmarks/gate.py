@@ -30,8 +30,11 @@ import argparse
 import hashlib
 import json
 import math
+import multiprocessing
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -444,22 +447,59 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def run(bench: Bench, wanted: Sequence[Student]) -> list[dict[str, Any]]:
-    """Measures the students that are not on record yet; returns the lines of all that were asked for."""
+_here: Bench | None = None
+"""The bench of a worker process."""
+
+
+def _open_worker(world: str, out: Path, threads: int) -> None:
+    global _here
+    torch.set_num_threads(threads)
+    _here = Bench.open(WORLDS[world], out)
+
+
+def _measure_there(student: Student) -> dict[str, Any]:
+    assert _here is not None
+    return _here.measure(student)
+
+
+def measured(bench: Bench, wanted: Sequence[Student], workers: int) -> Iterator[dict[str, Any]]:
+    """The students' lines as they are finished: one after the other here, or in processes that share the threads."""
+    if workers == 1:
+        yield from map(bench.measure, wanted)
+        return
+    setting = (bench.world.name, bench.out.parent, max(1, torch.get_num_threads() // workers))
+    spawn = multiprocessing.get_context("spawn")
+    os.environ["TQDM_DISABLE"] = "1"  # of the processes to come: their bars would write over each other
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_open_worker, initargs=setting) as pool:
+        try:
+            for done in as_completed([pool.submit(_measure_there, student) for student in wanted]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run(bench: Bench, wanted: Sequence[Student], workers: int = 1) -> list[dict[str, Any]]:
+    """Measures the students that are not on record yet; returns the lines of all that were asked for, in order."""
     journal = Journal(bench.out / "students.jsonl", bench.identity)
     known = {line["name"] for line in journal.records}
-    with tqdm(wanted, desc=f"{bench.world.name}: students", unit="student", smoothing=0) as bar:
-        for student in bar:
-            if student.name in known:
-                continue
-            line = finite(bench.measure(student))
+    missing = [student for student in wanted if student.name not in known]
+    lines = measured(bench, missing, workers)
+    with tqdm(
+        lines,
+        desc=f"{bench.world.name}: students",
+        unit="student",
+        total=len(wanted),
+        initial=len(wanted) - len(missing),
+    ) as bar:
+        for found in bar:
+            line = finite(found)
             journal.append(line)
             bar.write(
                 f"{line['name']}  gap {100 * line['gap']:5.1f}  {line['verdict']:12}  {line['n_images']:3} images  "
                 f"{sum(line['seconds'].values()):4.0f} s"
             )
-    names = {student.name for student in wanted}
-    return [line for line in journal.records if line["name"] in names]
+    order = {student.name: place for place, student in enumerate(wanted)}
+    return sorted((line for line in journal.records if line["name"] in order), key=lambda line: order[line["name"]])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -467,13 +507,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__.split("\n")[0])
     parser.add_argument("--world", choices=list(WORLDS), default="portraits")
     parser.add_argument("--students", type=int, metavar="N", help="the first N only (default: all)")
+    parser.add_argument("--workers", type=int, default=1, metavar="W", help="processes that share the threads")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="where the ROC plot goes (default: benchmarks/results)")
     parser.add_argument("--out", type=Path, default=Path("out/gate"), help="students, surrogates and audits")
     arguments = parser.parse_args(argv)
     world = WORLDS[arguments.world]
     bench = Bench.open(world, arguments.out)
-    lines = run(bench, students()[: arguments.students])
+    lines = run(bench, students()[: arguments.students], max(1, arguments.workers))
     found = {
         "world": world.name,
         **summarise(lines, bench.policy),
@@ -484,6 +525,7 @@ def main(argv: list[str] | None = None) -> int:
             "guide": bench.guide.model_dump(mode="json"),
             "evaluator": bench.evaluator.model_dump(mode="json"),
             "threads": torch.get_num_threads(),
+            "workers": arguments.workers,
         },
     }
     for key in ("students", "false_alarm_rate", "miss_rate", "sequential_over_fixed", "honest_passed", "biased_passed"):

@@ -85,7 +85,7 @@ def write_artifact(
     """
     source = Source.of(prior, guide, recipe)
     wanted = contracts(prior, guide, recipe, *size, precision)
-    reference = contracts(prior, guide, recipe, *size, "fp32")
+    reference = contracts(prior, guide, recipe, *size, as_is=True)
     sizes: Sequence[int | None] = batches.sizes if batches.fixed else (None,)
     total, done = len(GRAPHS) * len(sizes) + 1, 0
     graphs: dict[str, tuple[GraphFile, ...]] = {}

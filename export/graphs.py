@@ -35,6 +35,7 @@ from export.rules import UnsupportedOperator
 from export.tail import fold_tail
 from export.trace import trace
 from export.translate import translate
+from export.units import scale_units
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FORBIDDEN = frozenset(
@@ -93,11 +94,12 @@ class Contract:
 
 
 def contracts(
-    prior: Prior, guide: Model, recipe: Recipe, height: int, width: int, precision: str = "fp32"
+    prior: Prior, guide: Model, recipe: Recipe, height: int, width: int, precision: str = "fp32", *, as_is: bool = False
 ) -> dict[str, Contract]:
     """The graphs of a prior, a guide and a recipe's loss at one resolution and precision.
 
-    Lower precisions work on copies: the models handed in stay as they are.
+    `as_is` leaves the networks in the form they came in, to compare with. Lower precisions work on copies: the models
+    handed in stay as they are.
     """
     check_gradient(recipe)
     if precision not in PRECISIONS:
@@ -107,8 +109,8 @@ def contracts(
     network = network_of(guide)
     with torch.no_grad(), frozen_model(network):
         classes = int(network(torch.zeros(1, 3, height, width)).shape[1])
-    generator = _in_precision(fold_tail(prior), dtype)
-    classifier = _in_precision(network, dtype)
+    generator = _in_precision(prior if as_is else fold_tail(prior), dtype)
+    classifier = _in_precision(network if as_is else scale_units(network), dtype)
 
     def encoder(image: Tensor) -> Tensor:
         return generator.encode(image.to(dtype)).float()

@@ -188,7 +188,7 @@ def _rounded_cosine(subject: Subject, scale: float) -> float:
     ONNX Runtime on the CPU computes much of an fp16 graph in float32, which flatters it.
     """
     models = (subject.prior, subject.guide, subject.recipe, *subject.size)
-    half, full = (contracts(*models, precision)["guidance"] for precision in ("fp16", "fp32"))
+    half, full = contracts(*models, "fp16")["guidance"], contracts(*models, as_is=True)["guidance"]
     fresh = fresh_inputs(subject.prior, 2, *subject.size, full)
     return compare_graph(half, traced(half, 2), full, 2, scale, fresh.inputs)["gradient"].cosine
 

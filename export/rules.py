@@ -61,8 +61,8 @@ def convolution_backward(
 ) -> tuple[Tensor | None, None, None]:
     """The input's gradient: a convolution of stride 1 with flipped kernels whose input and output channels are swapped.
 
-    A stride first puts zeros between the gradient's rows and columns. Constant folding turns the flipped kernels into
-    weights.
+    Constant folding turns the flipped kernels into weights. A dilated convolution with a stride first puts zeros
+    between the gradient's rows and columns.
     """
     if output_mask[1] or output_mask[2]:
         raise UnsupportedOperator(
@@ -72,6 +72,8 @@ def convolution_backward(
         raise UnsupportedOperator("Only 2-D convolutions that are not transposed have an exportable gradient.")
     if not output_mask[0]:
         return None, None, None
+    if tuple(stride) != (1, 1) and tuple(dilation) == (1, 1):
+        return strided_backward(grad, x, weight, stride, padding, groups), None, None
     outputs, inputs, *kernel = weight.shape
     flipped = weight.reshape(groups, outputs // groups, inputs, *kernel).transpose(1, 2)
     flipped = flipped.reshape(groups * inputs, outputs // groups, *kernel).flip((2, 3))
@@ -87,6 +89,34 @@ def convolution_backward(
         return aten.convolution(spread, flipped, None, [1, 1], low, dilation, False, [0, 0], groups), None, None
     spread = aten.constant_pad_nd(spread, [low[1], high[1], low[0], high[0]], 0.0)
     return aten.convolution(spread, flipped, None, [1, 1], [0, 0], dilation, False, [0, 0], groups), None, None
+
+
+def strided_backward(grad: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, groups: int) -> Tensor:
+    """The same for a stride: one small convolution gives all pixels of a place as channels, which are then laid out.
+
+    Pixel i·s + a of the input meets the gradient's place i + m with the kernel's tap a + p - m·s. Zeros between the
+    gradient's places would cost s² times the multiplications, nearly all of them with zeros.
+    """
+    b, (H, W) = grad.shape[0], x.shape[2:]
+    outputs, inputs, *kernel = weight.shape
+    first = [-((k - 1 - p) // s) for k, p, s in zip(kernel, padding, stride, strict=True)]  # of all m
+    last = [(s - 1 + p) // s for p, s in zip(padding, stride, strict=True)]
+    taps = [high - low + 1 for low, high in zip(first, last, strict=True)]
+    places = [-(-size // s) for size, s in zip((H, W), stride, strict=True)]
+    before = [high * s - p for high, s, p in zip(last, stride, padding, strict=True)]
+    after = [s * n - k - a for s, n, k, a in zip(stride, taps, kernel, before, strict=True)]
+    whole = aten.constant_pad_nd(weight, [before[1], after[1], before[0], after[0]], 0.0)
+    split = whole.reshape(groups, outputs // groups, inputs, taps[0], stride[0], taps[1], stride[1]).flip((3, 5))
+    pixels = split.permute(0, 2, 4, 6, 1, 3, 5)
+    pixels = pixels.reshape(groups * inputs * stride[0] * stride[1], outputs // groups, *taps)
+    low = [-m for m in first]
+    high = [n + m - size for n, m, size in zip(places, last, grad.shape[2:], strict=True)]
+    if low != high or min(low) < 0:
+        grad, low = aten.constant_pad_nd(grad, [low[1], high[1], low[0], high[0]], 0.0), [0, 0]
+    made = aten.convolution(grad, pixels, None, [1, 1], low, [1, 1], False, [0, 0], groups)
+    tiles = made.reshape(b, groups * inputs, *stride, *places).permute(0, 1, 4, 2, 5, 3)
+    picture = tiles.reshape(b, groups * inputs, places[0] * stride[0], places[1] * stride[1])
+    return picture if picture.shape[2:] == x.shape[2:] else picture[:, :, :H, :W]
 
 
 def insert_zeros(x: Tensor, stride: Pair) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.errors import ModelError
 from export.fold import constant, fold
-from export.layout import meet_layouts
+from export.layout import lay_out_in_steps, meet_layouts
 from export.rules import FORWARD_RULES, RULES, Rule, UnsupportedOperator
 from export.tokens import simplify
 
@@ -44,6 +44,7 @@ def trace(
     fold(graph)
     simplify(graph)
     meet_layouts(graph)
+    lay_out_in_steps(graph)
     graph.graph.lint()
     graph.recompile()
     refuse_backward_operators(graph)
