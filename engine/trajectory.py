@@ -12,6 +12,7 @@ Shapes: B batch, C latent channels, h w latent size, H W image size.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -72,6 +73,11 @@ class WalkingRuntime(Runtime, Protocol):
     ) -> Trajectory:
         """One pass of Algorithm 1."""
         ...
+
+
+def one_pass(runtime: Runtime) -> Callable[..., Trajectory]:
+    """The runtime's own pass if it has one, else `trajectory` on it."""
+    return runtime.trajectory if isinstance(runtime, WalkingRuntime) else partial(trajectory, runtime)
 
 
 def trajectory(

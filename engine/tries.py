@@ -14,7 +14,6 @@ Shapes: B batch, C latent channels, h w latent size, H W image size.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from engine.recipe import Recipe
 from engine.redraw import LEVELS, Judge, Redrawn, redraw, surprise
 from engine.runtime import Runtime
 from engine.sampling import row_seed
-from engine.trajectory import Originals, WalkingRuntime, finish, lead, trajectory
+from engine.trajectory import Originals, finish, lead, one_pass
 
 REGION_RIM = 3
 """Pixels by which the region of a second pass reaches beyond the first edit, so that it can find a clean border."""
@@ -164,8 +163,7 @@ def _try(
     watch: Callable[[int], None],
 ) -> _Try:
     """One pass of Algorithm 1 and, where it flipped, the pruning of its edit."""
-    walk = runtime.trajectory if isinstance(runtime, WalkingRuntime) else partial(trajectory, runtime)
-    end = walk(originals, eps, m_excl, recipe, factor=factor, margin=margin, watch=watch)
+    end = one_pass(runtime)(originals, eps, m_excl, recipe, factor=factor, margin=margin, watch=watch)
     x_cf, soft = finish(runtime, originals, end, m_excl, recipe)
     logits = query(f, x_cf)
     flipped = logits.argmax(dim=1) == originals.y

@@ -21,7 +21,7 @@ from engine.runtime import Runtime
 from engine.runtime.artifact_folder import DTYPES, LARGEST_ERROR, SMALLEST_COSINE, network_of
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import walk
-from engine.trajectory import Originals, draw_noise, trajectory
+from engine.trajectory import Originals, draw_noise, one_pass
 from engine.tries import query
 from export.graphs import Contract
 
@@ -210,7 +210,7 @@ def compare_loops(
             rebuilt = one.decode(z0).clamp(0.0, 1.0) if recipe.needs_reconstruction else None
             originals = Originals(x0, z0, check_targets(chosen, logits), rebuilt)
             eps = draw_noise(seeds, 1, z0)[:, 0]
-            ends.append(trajectory(one, originals, eps, torch.ones_like(x0[:, :1]), recipe, margin=recipe.margin).z)
+            ends.append(one_pass(one)(originals, eps, torch.ones_like(x0[:, :1]), recipe, margin=recipe.margin).z)
     return LoopFigures(
         n=len(x0),
         flips=sum(sum(one) for one in flips[0]),

@@ -40,7 +40,7 @@ from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.sampling import generate
 from engine.surrogate import GUIDE, Agreement, distil
-from engine.trajectory import Originals, draw_noise, trajectory
+from engine.trajectory import Originals, draw_noise, one_pass
 from engine.tries import query
 from engine.writing import write_text
 from export import rtx
@@ -244,7 +244,7 @@ def _one_pass(subject: Subject) -> Callable[[Runtime], None]:
 
     def work(runtime: Runtime) -> None:
         with torch.no_grad():
-            trajectory(runtime, originals, eps, everywhere, subject.recipe, margin=None)
+            one_pass(runtime)(originals, eps, everywhere, subject.recipe, margin=None)
 
     return work
 

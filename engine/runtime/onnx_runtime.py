@@ -6,11 +6,10 @@ The folder is verified as engine.runtime.artifact_folder says. A provider that i
 because ONNX Runtime would fall back to the CPU without a word.
 """
 
-import ctypes
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -43,6 +42,8 @@ from engine.runtime.artifact_folder import (
     read_graph,
     read_manifest,
 )
+from engine.runtime.threads import lonely_pool, one_thread, release_idle_threads
+from engine.trajectory import Originals, Trajectory, trajectory
 
 # The folder's form is read under this name as well.
 __all__ = [
@@ -65,13 +66,15 @@ __all__ = [
     "pick_graph",
     "read_graph",
     "read_manifest",
-    "release_idle_threads",
 ]
 
 SMALL_BYTES = 64_000_000
 """Up to this size a graph is opened twice on the CPU: for one thread, of which several share a batch, and for all."""
-OMP_PAUSE_SOFT = 1
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+
+
+class _Ended(Exception):
+    """Another share of the pass has failed or was cancelled."""
 
 
 class OnnxRuntime:
@@ -80,8 +83,9 @@ class OnnxRuntime:
     `provider` is cpu, cuda or tensorrt. On the CPU, threads do not spin while they wait: torch works between the calls
     on the same cores, and its threads are sent away before a call, because they would spin into it for milliseconds.
     The samples of a batch are shared out, and each thread runs the whole graph on its own, so that none is woken for
-    every small operator; measured, this is faster than all threads in each operator. A batch that no graph was exported
-    for is padded up to the next fixed size, and refused beyond the largest. Results lie where the inputs came from.
+    every small operator; measured, this is faster than all threads in each operator. A guided pass is shared out as a
+    whole: its threads meet once, at its end. A batch that no graph was exported for is padded up to the next fixed
+    size, and refused beyond the largest. Results lie where the inputs came from.
     """
 
     def __init__(
@@ -105,7 +109,8 @@ class OnnxRuntime:
         self._device = torch.device("cpu") if provider == "cpu" else torch.device("cuda", device_id)
         self._scale = torch.tensor(self.manifest.cotangent_scale, device=self._device)
         self._sessions: dict[tuple[str, int], Any] = {}
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="onnx")  # threads start when they are needed
+        self._pool = lonely_pool(self.threads if provider == "cpu" and self.threads > 1 else 0)
+        self._alone = False
         for name in IN_THE_LOOP:
             for graph in self._files(name):
                 self._session(graph, self.threads)
@@ -138,6 +143,49 @@ class OnnxRuntime:
         """The guide's logits."""
         return self._run("surrogate", [images])[0]
 
+    def trajectory(
+        self,
+        originals: Originals,
+        eps: Tensor,
+        m_excl: Tensor,
+        recipe: Recipe,
+        *,
+        factor: float = 1.0,
+        margin: float | None = None,
+        watch: Callable[[int], None] = lambda step: None,
+    ) -> Trajectory:
+        """One pass of Algorithm 1; each thread walks its share of the samples to the end, this one the first.
+
+        `watch` is called here, in the caller's thread; what it raises ends the other shares at their next step.
+        """
+        in_shares = all(self._is_shared_out(graph) for name in IN_THE_LOOP for graph in self._files(name))
+        shares = torch.arange(len(eps)).tensor_split(min(self.threads, len(eps)) if in_shares else 1)
+        runtime = copy.copy(self)
+        runtime._alone = len(shares) > 1
+        ended = threading.Event()
+
+        def follow(step: int) -> None:
+            if ended.is_set():
+                raise _Ended
+
+        def walk(rows: Tensor, look: Callable[[int], None]) -> Trajectory:
+            with torch.no_grad():
+                some = (originals.pick(rows), eps[rows], m_excl[rows])
+                return trajectory(runtime, *some, recipe, factor=factor, margin=margin, watch=look)
+
+        if len(shares) == 1:
+            return walk(shares[0], watch)
+        release_idle_threads()
+        with one_thread():
+            others = [self._pool.submit(walk, rows, follow) for rows in shares[1:]]
+            try:
+                ends = [walk(shares[0], watch), *(other.result() for other in others)]
+            finally:
+                ended.set()
+                wait(others)
+        parts = zip(*((end.z, end.kept, end.guided_steps) for end in ends), strict=True)
+        return Trajectory(*(torch.cat(part) for part in parts))
+
     def _files(self, name: str) -> tuple[GraphFile, ...]:
         return graph_files(self.folder, self.manifest, name)
 
@@ -152,9 +200,11 @@ class OnnxRuntime:
             ).contiguous()
             for x, port in zip(inputs, graph.inputs, strict=True)
         ]
-        if self.provider == "cpu" and self.threads > 1:
+        if self.provider == "cpu" and self.threads > 1 and not self._alone:
             release_idle_threads()
-        if self.provider != "cpu":
+        if self._alone:
+            outputs = self._run_host(self._session(graph, 1), graph, tensors)
+        elif self.provider != "cpu":
             outputs = self._run_device(self._session(graph, self.threads), graph, tensors)
         elif batch > 1 and self._is_shared_out(graph):
             outputs = self._run_shares(graph, tensors)
@@ -212,30 +262,6 @@ class OnnxRuntime:
                 content, provider=self.provider, threads=threads, device_id=self.device_id
             )
         return self._sessions[graph.file, threads]
-
-
-def release_idle_threads() -> None:
-    """Ends the calling thread's OpenMP team, which torch starts again when it next needs one.
-
-    After a parallel operator of torch its other threads busy-wait for the next one, for about 10^7 cycles each, and
-    take a core that a session could compute on. A no-op where torch brings another OpenMP library than GNU's.
-    """
-    library = _gnu_openmp()
-    if library is not None:
-        library.omp_pause_resource_all(OMP_PAUSE_SOFT)
-
-
-@cache
-def _gnu_openmp() -> Any:
-    """The library that torch itself has loaded, never a second copy of it."""
-    for file in sorted((FilePath(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        try:
-            library = ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-        except OSError:
-            continue
-        if hasattr(library, "omp_pause_resource_all"):
-            return library
-    return None
 
 
 def open_session(content: bytes | str, *, provider: str = "cpu", threads: int = 1, device_id: int = 0) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 import export.parity
-from engine.errors import InputError, ModelError, RecipeError, WeightsError
+from engine.errors import Cancelled, InputError, ModelError, RecipeError, WeightsError
 from engine.loop import counterfactuals
 from engine.prior import Prior, load_prior
 from engine.recipe import Recipe
@@ -20,6 +21,7 @@ from engine.runtime import Runtime
 from engine.runtime.artifact_folder import GRAPHS, MANIFEST, Manifest, read_manifest
 from engine.runtime.onnx_runtime import OnnxRuntime, open_session
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork
+from engine.trajectory import Originals, WalkingRuntime, draw_noise, trajectory
 from export.artifact import Batches, write_artifact
 from export.graphs import FORBIDDEN, contracts, traced, write_graph
 from export.manifest import sha256, verify
@@ -118,6 +120,44 @@ def test_the_loop_runs_the_same_on_it(prior: Prior, exported: Path) -> None:
     for a, b in zip(fast, eager, strict=True):
         assert a.flipped == b.flipped
         torch.testing.assert_close(a.images, b.images, rtol=0, atol=1e-3)
+
+
+def started(prior: Prior, f: nn.Module, n: int) -> tuple[Originals, Tensor, Tensor]:
+    """(originals, eps, m_excl) of a pass over n pictures."""
+    x0 = pictures(n, seed=8)
+    originals = Originals(x0, prior.encode(x0), (f(x0).argmax(dim=1) + 1) % 3, None)
+    return originals, draw_noise(range(n), 1, originals.z0)[:, 0], torch.ones_like(x0[:, :1])
+
+
+def test_threads_walk_shares_of_a_pass_to_the_same_end(prior: Prior, exported: Path) -> None:
+    """An odd batch, margins that end some samples' guidance early, and a caller that watches from its own thread."""
+    guide, f = small_guide(), small_guide(1)
+    runtime = OnnxRuntime(exported, prior, guide, RECIPE, threads=2)
+    assert isinstance(runtime, WalkingRuntime)
+    start = started(prior, f, 3)
+    seen: list[tuple[int, threading.Thread]] = []
+    shared = runtime.trajectory(
+        *start, RECIPE, margin=-0.05, watch=lambda step: seen.append((step, threading.current_thread()))
+    )
+    with torch.no_grad():
+        whole = trajectory(OnnxRuntime(exported, prior, guide, RECIPE, threads=1), *start, RECIPE, margin=-0.05)
+    assert seen == [(step, threading.current_thread()) for step in range(runtime.path.length)]
+    assert torch.equal(shared.guided_steps, whole.guided_steps) and torch.equal(shared.kept, whole.kept)
+    torch.testing.assert_close(shared.z, whole.z, rtol=1e-5, atol=1e-5)
+    assert not shared.z.requires_grad
+
+
+def test_cancelling_a_shared_pass_ends_every_share(prior: Prior, exported: Path) -> None:
+    runtime = OnnxRuntime(exported, prior, small_guide(), RECIPE, threads=2)
+    before = torch.get_num_threads()
+
+    def cancel(step: int) -> None:
+        raise Cancelled("The run was cancelled.")
+
+    with pytest.raises(Cancelled):
+        runtime.trajectory(*started(prior, small_guide(1), 2), RECIPE, watch=cancel)
+    assert torch.get_num_threads() == before
+    assert runtime.trajectory(*started(prior, small_guide(1), 2), RECIPE).z.shape[0] == 2
 
 
 @pytest.mark.parametrize(
