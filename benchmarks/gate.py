@@ -32,6 +32,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -42,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -62,9 +64,9 @@ from engine.prior import Prior
 from engine.rate import Rate
 from engine.recipe import Recipe
 from engine.surrogate import SurrogateRecipe
-from engine.writing import write_text
+from engine.writing import replacing, write_text
 from service.progress import auditing, distilling
-from worlds import WORLDS, World
+from worlds import WORLDS, World, drawing
 from worlds.classifiers import BATCH, MEAN, STD, jitter, preprocessing
 from worlds.store import open_classifier, open_prior, open_recipe, write_classifier
 from worlds.training import fit, generator
@@ -180,6 +182,19 @@ def train(world: World, student: Student, recipe: StudentRecipe, pool: Sample, c
     )
 
 
+def drawn(world: World, n: int, seed: int, out: Path) -> Sample:
+    """`world.sample` without its parts. The pictures are kept: drawing them takes minutes, for each process again."""
+    code = b"".join(
+        Path(module.__file__ or "").read_bytes() for module in (drawing, sys.modules[type(world).__module__])
+    )
+    name = f"{seed}-{n}-{hashlib.sha256(code).hexdigest()[:16]}.safetensors"
+    file = out / world.name / "pictures" / name
+    if not file.is_file():
+        with replacing(file) as partial:
+            save_file({"images": world.sample(n, seed).images.contiguous()}, partial)
+    return Sample(load_file(file)["images"], world.factors(n, seed), {})
+
+
 # The gate --------------------------------------------------------------------------------------------------------
 
 
@@ -212,9 +227,9 @@ class Bench:
             teacher=OracleTeacher.tested(
                 oracle.probabilities, taught.images, taught.labels, content_hash=oracle.content_hash
             ),
-            pool=world.sample(N_POOL, POOL_SEED),
-            test=world.sample(N_TEST, TEST_SEED),
-            pictures=world.sample(N_DISTIL, DISTIL_SEED).images,
+            pool=drawn(world, N_POOL, POOL_SEED, out),
+            test=drawn(world, N_TEST, TEST_SEED, out),
+            pictures=drawn(world, N_DISTIL, DISTIL_SEED, out).images,
             out=out / world.name,
             student=STUDENTS[world.name],
             evaluator=EVALUATORS[world.name],
