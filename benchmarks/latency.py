@@ -14,8 +14,8 @@ are medians of ratios within a round: a machine that changes its pace hardly mov
     tensorrt        engines built from those graphs
     cuda graph      whole passes captured and replayed
 
-Peak memory is that of a process of its own for each row, less one that only loads the models. Then the growth of the
-cost with batch, steps and resolution, as a table and as a plot.
+Peak memory is that of a process of its own for each row, less one that only loads the libraries and the models. Then
+the growth of the cost with batch, steps and resolution, as a table and as a plot.
 
 Shapes: B batch, H W image size.
 """
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,7 @@ def child(kind: str, name: str, folders: Path) -> int:
     x0 = load_file(folders / "pictures.safetensors")["x0"]
     recipe = Recipe.load(folders / "recipe.json")
     subject = Subject(prior, f, guide.eval().requires_grad_(False), None, recipe, x0)
+    import_module("onnxruntime")  # in every row: its code is no part of what a loop needs
     if kind != "load":
         trick = TRICKS[NAMES.index(kind)]
         settings = one_pass(recipe, trick.early_stop)

@@ -7,9 +7,11 @@ because ONNX Runtime would fall back to the CPU without a word.
 """
 
 import copy
+import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -69,7 +71,8 @@ __all__ = [
 ]
 
 SMALL_BYTES = 64_000_000
-"""Up to this size a graph is opened twice on the CPU: for one thread, of which several share a batch, and for all."""
+"""Up to this size a graph is opened on the CPU for one thread, of which several share a batch. A batch of one, which
+cannot be shared, opens it again for all threads."""
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
 
@@ -113,9 +116,7 @@ class OnnxRuntime:
         self._alone = False
         for name in IN_THE_LOOP:
             for graph in self._files(name):
-                self._session(graph, self.threads)
-                if self._is_shared_out(graph):
-                    self._session(graph, 1)
+                self._session(graph, 1 if self._is_shared_out(graph) else self.threads)
 
     @property
     def path(self) -> Path:
@@ -284,6 +285,11 @@ def open_session(content: bytes | str, *, provider: str = "cpu", threads: int = 
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if provider == "cpu":
+        # Sessions take turns, so one store of memory does for all; each would keep its own, planned for its peak.
+        _one_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.enable_mem_pattern = False
     settings: Mapping[str, Any] = {} if provider == "cpu" else {"device_id": device_id}
     if provider == "cuda":
         settings = {**settings, "use_tf32": "0"}  # its 10 bits of mantissa would miss the bound on float32 gradients
@@ -297,4 +303,24 @@ def open_session(content: bytes | str, *, provider: str = "cpu", threads: int = 
             f"ONNX Runtime fell back from {wanted} to {session.get_providers()[0]}; check its installation."
         )
     session.disable_fallback()
+    if isinstance(content, bytes):
+        session._model_bytes = None  # kept only to fall back with, which is off
+    _return_freed_memory()
     return session
+
+
+def _return_freed_memory() -> None:
+    """Gives back what reading and optimising a graph took, where the C library can; it would keep it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _one_arena() -> None:
+    """One store of host memory for all sessions of the process that ask for it, growing by what is needed."""
+    import onnxruntime as ort
+
+    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    growth = {"max_mem": 0, "arena_extend_strategy": 1, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
+    ort.create_and_register_allocator(place, ort.OrtArenaCfg(growth))
