@@ -68,7 +68,7 @@ from engine.writing import replacing, write_text
 from service.progress import auditing, distilling
 from worlds import WORLDS, World, drawing
 from worlds.classifiers import BATCH, MEAN, STD, jitter, preprocessing
-from worlds.store import open_classifier, open_prior, open_recipe, write_classifier
+from worlds.store import open_audit_recipe, open_classifier, open_prior, write_classifier
 from worlds.training import fit, generator
 from worlds.world import Sample
 
@@ -222,7 +222,7 @@ class Bench:
         return cls(
             world=world,
             prior=open_prior(world),
-            recipe=open_recipe(world).changed(k=1),
+            recipe=open_audit_recipe(world).changed(k=1),
             policy=Policy(),
             teacher=OracleTeacher.tested(
                 oracle.probabilities, taught.images, taught.labels, content_hash=oracle.content_hash

@@ -5,6 +5,7 @@ worlds/weights/<world>/pixel/                   the same for the world's pixel-s
 worlds/weights/<world>/{student,twin,oracle}/   Hugging Face image-classification folders
 worlds/weights/<world>/checksums.json           SHA-256 of every file above
 worlds/recipes/<world>.json                     counterfactual settings to start from; <world>-pixel.json likewise
+worlds/recipes/<world>.audit.json               what an audit sets otherwise
 
 A prior is named by its world, `portraits`, and the pixel-space one `portraits-pixel`.
 """
@@ -67,6 +68,16 @@ def open_recipe(world: World, part: str = LATENT) -> Recipe:
     _check_part(part)
     file = RECIPES / f"{prior_name(world, part)}.json"
     return Recipe.load(file) if part == LATENT or file.is_file() else Recipe()
+
+
+def open_audit_recipe(world: World, part: str = LATENT) -> Recipe:
+    """The same for audits, with the settings changed that <world>.audit.json names, where it exists.
+
+    An explanation shows the smallest edit that convinces. An audit asks whether the real class changed with it, and
+    smallest edits leave that open: they may take more room, and have to convince more.
+    """
+    recipe, file = open_recipe(world, part), RECIPES / f"{prior_name(world, part)}.audit.json"
+    return recipe.changed(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else recipe
 
 
 def write_prior(
