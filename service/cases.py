@@ -76,7 +76,7 @@ def world_case(classifier: Classifier, world: str, *, recipe: Path | None = None
     from worlds import WORLDS
     from worlds.audited import audited
 
-    source = open_source(world, recipe=recipe)
+    source = open_source(world, recipe=recipe, for_audit=True)
     dataset, teacher, names = audited(WORLDS[world], source.prior, N_WORLD, WORLD_SEED)
     return Case(source, classifier, dataset, teacher, names, source.pictures(None, pictures))
 
@@ -105,7 +105,7 @@ def given_case(
     read = partial(open_dataset, data, split=split, label_column=label_column, max_bad_share=patience)
     if prior == AUTO:
         prior = closest_embedded(read(size=64).image(0))
-    source = open_source(prior, recipe=recipe, revision=revision)
+    source = open_source(prior, recipe=recipe, revision=revision, for_audit=True)
     dataset = read(size=source.size)
     dataset.check_labels(classifier.labels)  # before a teacher is learned and pictures are made
     judge, names = choose_teacher(source.prior, dataset, classifier.labels, oracle=teacher, verdicts=verdicts)

@@ -68,7 +68,7 @@ class Stage:
         from audit.policy import Policy
         from worlds import WORLDS
         from worlds.audited import audited
-        from worlds.store import open_prior, open_recipe
+        from worlds.store import open_audit_recipe, open_prior
 
         world = WORLDS[WORLD]
         prior = open_prior(world)
@@ -76,7 +76,7 @@ class Stage:
         return cls(
             world=world,
             prior=prior,
-            recipe=open_recipe(world).changed(k=1),
+            recipe=open_audit_recipe(world).changed(k=1),
             dataset=dataset,
             teacher=teacher,
             names=names,

@@ -52,15 +52,21 @@ class PriorSource:
         return found[:n], found[n:]
 
 
-def open_source(name: str, *, recipe: Path | None = None, revision: str | None = None) -> PriorSource:
-    """An embedded prior by its name, such as portraits or portraits-pixel, or any other by its folder or hub id."""
+def open_source(
+    name: str, *, recipe: Path | None = None, revision: str | None = None, for_audit: bool = False
+) -> PriorSource:
+    """An embedded prior by its name, such as portraits or portraits-pixel, or any other by its folder or hub id.
+
+    Embedded priors bring a recipe, and some another one for audits.
+    """
     from engine.prior import load_prior
     from engine.recipe import Recipe
-    from worlds.store import embedded_prior, open_prior, open_recipe
+    from worlds.store import embedded_prior, open_audit_recipe, open_prior, open_recipe
 
     if found := embedded_prior(name):
         world, part = found
-        settings = Recipe.load(recipe) if recipe else open_recipe(world, part)
+        own = open_audit_recipe if for_audit else open_recipe
+        settings = Recipe.load(recipe) if recipe else own(world, part)
         return PriorSource(name, open_prior(world, part=part), settings, world.size)
     prior = load_prior(name, revision=revision)
     if prior.image_size is None:

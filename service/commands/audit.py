@@ -120,7 +120,9 @@ def embedded_case(args: argparse.Namespace) -> Case:
         )
     # The data set, its oracle and its names are the world's whatever makes the counterfactuals.
     case = cases.embedded_case(args.world, args.model, recipe=recipe_file(args) if args.prior in own else None)
-    return case if args.prior in own else replace(case, source=open_source(pixel, recipe=recipe_file(args)))
+    if args.prior in own:
+        return case
+    return replace(case, source=open_source(pixel, recipe=recipe_file(args), for_audit=True))
 
 
 def given_case(args: argparse.Namespace, policy: Policy) -> Case:

@@ -18,6 +18,7 @@ from worlds.store import (
     RECIPES,
     WEIGHTS,
     embedded_prior,
+    open_audit_recipe,
     open_classifier,
     open_prior,
     open_recipe,
@@ -111,3 +112,11 @@ def test_a_pixel_space_prior_has_a_name_a_recipe_and_the_command_that_rebuilds_i
         open_prior(WORLD, weights, part=PIXEL)
     with pytest.raises(ValueError, match="neither 'prior' nor 'pixel'"):
         open_prior(WORLD, weights, part="vae")
+
+
+def test_an_audit_asks_for_more_where_its_world_says_so() -> None:
+    plain, audited = open_recipe(WORLDS["histology"]), open_audit_recipe(WORLDS["histology"])
+    changes = json.loads((RECIPES / "histology.audit.json").read_text())
+    assert audited == plain.changed(**changes) != plain
+    assert audited.margin is not None and plain.margin is not None and audited.margin > plain.margin
+    assert open_audit_recipe(WORLDS["portraits"]) == open_recipe(WORLDS["portraits"])
