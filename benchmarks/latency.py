@@ -465,10 +465,11 @@ def show(rows: Sequence[Row]) -> str:
             lines.append(f"{row.row:16} not run here: {row.reason}")
             continue
         numbers = (row.seconds_per_counterfactual, row.over_two_decodes, row.over_row_before, row.peak_mb)
-        each, two, before, peak = ("" if n is None else f"{n:.3f}" for n in numbers)
+        each, two, before, peak = (
+            "" if n is None else f"{n:.{digits}f}" for n, digits in zip(numbers, (3, 3, 3, 0), strict=True)
+        )
         lines.append(
-            f"{row.row:16} {each:>8} {two:>6} {before:>8} {peak.partition('.')[0]:>8} {row.gradient_cosine:9.6f} "
-            f"{row.flip_rate:6.2f}"
+            f"{row.row:16} {each:>8} {two:>6} {before:>8} {peak:>8} {row.gradient_cosine:9.6f} {row.flip_rate:6.2f}"
         )
     return "\n".join(lines)
 
