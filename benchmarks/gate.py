@@ -430,7 +430,7 @@ def plot(lines: Sequence[dict[str, Any]], policy: Policy, title: str) -> str:
             f'fill="{colour}" fill-opacity=".7"><title>{line["name"]}: {line["verdict"]}</title></circle>'
         )
     for i, (outcome, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<text x="{left + PANEL - 8}" y="{_y(0.19 - 0.07 * i):.1f}" text-anchor="end" fill="{colour}">')
+        parts.append(f'<text x="{left + PANEL - 8}" y="{_y(0.15 - 0.055 * i):.1f}" text-anchor="end" fill="{colour}">')
         parts.append(f"{outcome}</text>")
     return "".join(parts) + "</svg>\n"
 

@@ -395,7 +395,7 @@ def plot(points: Sequence[Point]) -> str:
     """The growth as one SVG: a panel for each axis, both scales logarithmic."""
     from math import floor, log10
 
-    width, height, left, top, right, bottom = 340.0, 260.0, 52.0, 34.0, 10.0, 40.0
+    width, height, left, top, right, bottom = 340.0, 260.0, 52.0, 34.0, 18.0, 40.0
     titles = {
         "batch": "seconds per counterfactual by batch",
         "steps": "… by steps of the schedule",
