@@ -59,7 +59,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 def repaired(name: str, seed: int, images: int, out: Path, cache: Path) -> dict[str, Any]:
     """cfkd.json of one world and seed; what an earlier run finished is read."""
-    world, source, case = WORLDS[name], open_source(name), embedded_repair(name, "student")
+    world, source, case = WORLDS[name], open_source(name, for_audit=True), embedded_repair(name, "student")
     dataset, teacher, names = audited(world, source.prior, images, AUDITED_SEED + 10 * seed)
     with distilling() as report:
         surrogates = distil_pair(case.classifier, source.pictures(None, N_DISTIL), cache, progress=report)
