@@ -7,7 +7,7 @@ The surrogate's unit is f(x) = (leaky(x) + log(1 + exp(β·x)) / β) / 2. Writte
 
 and both factors move into the batch norms around: every norm gives β times what it gave, and takes what F makes, 2·β
 times what f made. A shortcut without a convolution halves. Small operators cost a CPU about as much as the numbers they
-touch, and a unit of five in place of twelve is felt. It is the same function, up to rounding.
+touch, and twelve for a unit and its gradient in place of twenty are felt. It is the same function, up to rounding.
 """
 
 import copy
