@@ -183,7 +183,7 @@ def train(world: World, student: Student, recipe: StudentRecipe, pool: Sample, c
 
 
 def drawn(world: World, n: int, seed: int, out: Path) -> Sample:
-    """`world.sample` without its parts. The pictures are kept: every process of a run needs them, and drawing takes a while."""
+    """`world.sample` without its parts. The pictures are kept, for every process of a run needs them."""
     code = b"".join(
         Path(module.__file__ or "").read_bytes() for module in (drawing, sys.modules[type(world).__module__])
     )
