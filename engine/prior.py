@@ -9,7 +9,7 @@ Kinds of folder:
     SD3, SD3.5              vae + transformer + scheduler + two CLIP text encoders (T5 is never read)
     unconditional small SD3 the same without text encoders; the null conditioning is one zero token
     LDM                     vae or vqvae + unet (UNet2DConditionModel or UNet2DModel) + DDIM, DDPM or PNDM scheduler
-    pixel-space DDPM        unet (UNet2DModel, 3 channels) + scheduler and no autoencoder
+    pixel-space DDPM        unet (UNet2DModel, 3 channels, or 3·p² for tiles of p×p pixels) + scheduler, no autoencoder
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
@@ -47,6 +48,8 @@ from engine.path import Diffusion, Path, RectifiedFlow
 
 # diffusers shows its models to type checkers as empty placeholders, so models are Any here.
 NULL_EMBEDDING = "null_embedding.safetensors"
+TILES = {3 * side**2: side for side in (1, 2, 4, 8)}
+"""Channels of a pixel-space network to the side of the tile of pixels that they are."""
 DIFFUSION_SCHEDULERS = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler")
 
 
@@ -158,23 +161,25 @@ class SD3Network(Network):
 
 
 class UNetNetwork(Network):
-    """A U-Net, unconditional or with cross-attention on a null embedding."""
+    """A U-Net, unconditional or with cross-attention on a null embedding; it may see tiles of `fold`² as channels."""
 
     tokens: Tensor | None
 
-    def __init__(self, model: Any, tokens: Tensor | None = None) -> None:
+    def __init__(self, model: Any, tokens: Tensor | None = None, fold: int = 1) -> None:
         super().__init__()
-        self.model = model
-        self.multiple = int(2 ** (len(model.config.block_out_channels) - 1))
+        self.model, self.fold = model, fold
+        self.multiple = fold * int(2 ** (len(model.config.block_out_channels) - 1))
         self.register_buffer("tokens", tokens)
 
     def forward(self, z: Tensor, t: Tensor) -> Tensor:
         """The noise (or v) at z; a learned variance, predicted in further channels, is dropped."""
+        seen = z if self.fold == 1 else F.pixel_unshuffle(z, self.fold)
         if self.tokens is None:
-            out = self.model(z, t, return_dict=False)[0]
+            out = self.model(seen, t, return_dict=False)[0]
         else:
-            out = self.model(z, t, self.tokens.expand(z.shape[0], -1, -1), return_dict=False)[0]
-        return cast(Tensor, out[:, : z.shape[1]])
+            out = self.model(seen, t, self.tokens.expand(z.shape[0], -1, -1), return_dict=False)[0]
+        out = out[:, : seen.shape[1]]
+        return cast(Tensor, out if self.fold == 1 else F.pixel_shuffle(out, self.fold))
 
 
 class Prior(nn.Module):
@@ -313,15 +318,16 @@ def _load_unet(folder: pathlib.Path, index: dict[str, Any], dtype: torch.dtype) 
     if config.get("class_embed_type") or config.get("num_class_embeds") or config.get("addition_embed_type"):
         raise PriorError(f"The unet in {folder} needs class labels or added embeddings; such priors are not supported.")
     part = next((p for p in ("vae", "vqvae") if (folder / p).is_dir() or _listed(index, p)), None)
+    fold = 1
     if part:
         autoencoder: Autoencoder = _autoencoder(folder, part, dtype)
-    elif config.in_channels == 3:
-        autoencoder = IdentityAutoencoder()
+    elif config.in_channels in TILES:
+        autoencoder, fold = IdentityAutoencoder(), TILES[config.in_channels]
     else:
         raise PriorError(f"The folder {folder} lacks the part 'vae': its unet works on {config.in_channels} channels.")
     if config.out_channels not in (config.in_channels, 2 * config.in_channels):
         raise PriorError(f"The unet in {folder} predicts {config.out_channels} of {config.in_channels} channels.")
-    if autoencoder.channels != config.in_channels:
+    if autoencoder.channels * fold**2 != config.in_channels:
         raise PriorError(
             f"The prior {folder} does not fit together: its {part} has {autoencoder.channels} latent channels, its "
             f"unet takes {config.in_channels}."
@@ -330,7 +336,8 @@ def _load_unet(folder: pathlib.Path, index: dict[str, Any], dtype: torch.dtype) 
     if isinstance(model, UNet2DConditionModel):
         tokens = _unet_null_embedding(folder, index, int(config.cross_attention_dim)).to(dtype)
     size = config.sample_size[0] if isinstance(config.sample_size, list | tuple) else config.sample_size
-    return Prior(autoencoder, UNetNetwork(model, tokens), scheduler, int(size) * autoencoder.factor if size else None)
+    network = UNetNetwork(model, tokens, fold)
+    return Prior(autoencoder, network, scheduler, int(size) * fold * autoencoder.factor if size else None)
 
 
 def _sd3_null_prompt(

@@ -282,6 +282,18 @@ def test_a_pixel_space_model_has_an_identity_autoencoder(tmp_path: pathlib.Path)
     assert prior.predict(prior.encode(images), torch.tensor(3)).shape == images.shape  # learned variance dropped
 
 
+def test_a_pixel_space_model_may_see_tiles_as_channels(tmp_path: pathlib.Path) -> None:
+    prior = load_prior(save_folder(tmp_path, unet=unet(12, out=12), scheduler=DDPMScheduler()))
+    network = prior.network
+    assert isinstance(network, UNetNetwork) and (network.fold, prior.autoencoder.factor) == (2, 1)
+    z, t = prior.encode(torch.rand(2, 3, 16, 16)), torch.tensor(3)
+    tiles = network.model(torch.nn.functional.pixel_unshuffle(z, 2), t, return_dict=False)[0]
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):  # a tile's pixels are neighbouring channels, row by row
+        assert torch.equal(prior.predict(z, t)[:, :, row::2, column::2], tiles[:, 2 * row + column :: 4])
+    with pytest.raises(ImageError, match=f"divisible by {prior.multiple}"):
+        prior.encode(torch.rand(1, 3, prior.multiple // 2, prior.multiple))
+
+
 def test_a_text_unet_takes_a_stored_an_encoded_or_a_zero_embedding(tmp_path: pathlib.Path) -> None:
     folder = save_folder(tmp_path / "ldm", vae=tiny_vae(), unet=text_unet(), scheduler=DDIMScheduler())
 

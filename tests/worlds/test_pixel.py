@@ -16,7 +16,7 @@ WORLD = WORLDS["portraits"]
 
 def small_network() -> UNet2DModel:
     blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
-    return UNet2DModel(64, 3, 3, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, **blocks)
+    return UNet2DModel(32, 12, 12, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, **blocks)
 
 
 def test_both_networks_fit_their_budget_in_half_precision() -> None:
