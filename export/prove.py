@@ -129,7 +129,7 @@ def open_subject(name: str, progress: Callable[[str], None] = lambda what: None)
     return Subject(prior, f, guide.network, guide.agreement, recipe, pictures[:BATCH])
 
 
-def prove(name: str, rounds: int = 5, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+def prove(name: str, rounds: int = 11, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """Everything this module promises, as one JSON object."""
     subject = open_subject(name, progress)
     manifests: dict[str, Manifest] = {}
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m export.prove", description=__doc__.splitlines()[0])
     parser.add_argument("--prior", default="portraits", help="portraits, histology, or a prior's folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--rounds", type=int, default=11, help="timed rounds (default: 11)")
     args = parser.parse_args(argv)
     with tqdm(bar_format="{desc} [{elapsed}]", leave=False) as bar:
 

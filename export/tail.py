@@ -15,7 +15,7 @@ of a place are channels in the order (picture channel, row in the place, column 
 """
 
 import copy
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ PLACES = torch.tensor(
 """[pixel of a place, neighbouring place, offset in pixels]: where an offset from −2 to 2 lands before upsampling."""
 
 
+ENDS = (slice(0, 1), slice(-1, None))
+
+
 class FoldedTail(nn.Module):
     """Nearest upsampling by two and two 3×3 convolutions, the first without bias, as one convolution: [B, C, h, w] to
     [B, O, H, W]."""
@@ -41,6 +44,7 @@ class FoldedTail(nn.Module):
     rows: Tensor
     columns: Tensor
     corners: Tensor
+    alone: Tensor
 
     def __init__(self, first: nn.Conv2d, second: nn.Conv2d) -> None:
         super().__init__()
@@ -59,27 +63,67 @@ class FoldedTail(nn.Module):
             "rows": -torch.stack(rows),
             "columns": -torch.stack(columns),
             "corners": torch.stack(corners),
+            "alone": torch.ones(w1.shape[1], 1, 1, 1),
         }.items():
             self.register_buffer(name, value.float())
 
     def forward(self, features: Tensor) -> Tensor:
         """The picture, [B, O, H, W]."""
         b, _, h, w = features.shape
-        beside_row, beside_column = ((0, h - 1), (h - 1, 0)), ((0, w - 1), (w - 1, 0))
-        # Corners are cut from the rows, so that in the gradient they join them before these join the whole.
-        rows = (features[:, :, :1], features[:, :, -1:])
-        columns = (features[..., :1], features[..., -1:])
-        pixels = F.conv2d(features, self.whole, self.bias, padding=1)
-        for i, row in enumerate(rows):
-            ring = F.conv2d(row, self.rows[i], padding=(0, 1))
+        edges = Edges.apply(features, self.alone)
+        rows = []
+        for i, row in enumerate(edges[:2]):
+            left, right = (F.conv2d(row[..., end], self.corners[2 * i + j]) for j, end in enumerate(ENDS))
             # The columns below reach over the corners as well; what is taken away twice comes back once.
-            for j, corner in enumerate((row[..., :1], row[..., -1:])):
-                ring = ring + F.pad(F.conv2d(corner, self.corners[2 * i + j]), beside_column[j])
-            pixels = pixels + F.pad(ring, (0, 0, *beside_row[i]))
-        for j, column in enumerate(columns):
-            pixels = pixels + F.pad(F.conv2d(column, self.columns[j], padding=(1, 0)), beside_column[j])
+            rows.append(_at_the_ends(F.conv2d(row, self.rows[i], padding=(0, 1)), left, right))
+        columns = [F.conv2d(column, self.columns[j], padding=(1, 0)) for j, column in enumerate(edges[2:])]
+        pixels = F.conv2d(features, self.whole, self.bias, padding=1) + ring(*rows, *columns)
         tiles = pixels.reshape(b, self.outputs, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3)
         return tiles.reshape(b, self.outputs, 2 * h, 2 * w)
+
+
+class Edges(torch.autograd.Function):
+    """The outermost rows [B, C, 1, w] and columns [B, C, h, 1] of a map [B, C, h, w]: top, bottom, left, right.
+
+    Autograd would widen the gradient of each edge to a map of its own and add them up; here they are put together along
+    the border first. That map then goes through a convolution with `alone`, ones [C, 1, 1, 1], which changes nothing:
+    ONNX Runtime keeps convolutions in a blocked layout and adds two of them there, where a map that no convolution has
+    made would bring this gradient, and all before it as far as the skips reach, out of that layout and back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alone: Tensor) -> tuple[Tensor, ...]:
+        """The four edges."""
+        ctx.save_for_backward(alone)
+        return x[:, :, ENDS[0]], x[:, :, ENDS[1]], x[..., ENDS[0]], x[..., ENDS[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *edges: Tensor) -> tuple[Tensor, None]:
+        """The gradient that the four edges' gradients make together."""
+        (alone,) = ctx.saved_tensors
+        return F.conv2d(ring(*edges), alone, groups=len(alone)), None
+
+
+def ring(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """[B, C, h, w]: rows [B, C, 1, w] and columns [B, C, h, 1] along the border of a map of zeros, added at corners."""
+    b, channels, h = left.shape[:3]
+    w = top.shape[3]
+    if min(h, w) < 2:  # opposite edges are the same
+        rows = F.pad(top, (0, 0, 0, h - 1)) + F.pad(bottom, (0, 0, h - 1, 0))
+        return rows + F.pad(left, (0, w - 1)) + F.pad(right, (w - 1, 0))
+    within = left.new_zeros(1, 1, 1, 1).expand(b, channels, h - 2, w - 2)
+    middle = torch.cat([left[:, :, 1:-1], within, right[:, :, 1:-1]], 3)
+    first, last = (
+        _at_the_ends(row, left[:, :, end], right[:, :, end]) for row, end in zip((top, bottom), ENDS, strict=True)
+    )
+    return torch.cat([first, middle, last], 2)
+
+
+def _at_the_ends(row: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """A row [B, C, 1, w] to whose ends something is added."""
+    if row.shape[3] < 2:
+        return row + left + right
+    return torch.cat([row[..., :1] + left, row[..., 1:-1], row[..., -1:] + right], 3)
 
 
 Taps = tuple[slice, slice]
