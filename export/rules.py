@@ -157,7 +157,8 @@ def avg_pool2d_backward(
     channels = x.shape[1]
     tiles = kernel == stride and padding == (0, 0)
     if tiles and all(size % k == 0 for size, k in zip(x.shape[2:], kernel, strict=True)):
-        return aten.upsample_nearest2d(grad, list(x.shape[2:]), float(kernel[0]), float(kernel[1])) / float(area)
+        # Divided before it is spread: there `fold` finds the convolution that takes the division over.
+        return aten.upsample_nearest2d(grad / float(area), list(x.shape[2:]), float(kernel[0]), float(kernel[1]))
     if padding != (0, 0) and not count_include_pad and divisor is None:
         with _disable_current_modes():
             ones = torch.ones(1, 1, int(x.shape[2]), int(x.shape[3]))

@@ -86,9 +86,9 @@ class Edges(torch.autograd.Function):
     """The outermost rows [B, C, 1, w] and columns [B, C, h, 1] of a map [B, C, h, w]: top, bottom, left, right.
 
     Autograd would widen the gradient of each edge to a map of its own and add them up; here they are put together along
-    the border first. That map then goes through a convolution with `alone`, ones [C, 1, 1, 1], which changes nothing:
-    ONNX Runtime keeps convolutions in a blocked layout and adds two of them there, where a map that no convolution has
-    made would bring this gradient, and all before it as far as the skips reach, out of that layout and back.
+    the border first. In float32 that map then goes through a convolution with `alone`, ones [C, 1, 1, 1], which changes
+    nothing: ONNX Runtime keeps convolutions in a blocked layout and adds two of them there, where a map that no
+    convolution has made would bring this gradient, and all before it as far as the skips reach, out of that layout.
     """
 
     @staticmethod
@@ -101,7 +101,8 @@ class Edges(torch.autograd.Function):
     def backward(ctx: Any, *edges: Tensor) -> tuple[Tensor, None]:
         """The gradient that the four edges' gradients make together."""
         (alone,) = ctx.saved_tensors
-        return F.conv2d(ring(*edges), alone, groups=len(alone)), None
+        along = ring(*edges)
+        return F.conv2d(along, alone, groups=len(alone)) if along.dtype == torch.float32 else along, None
 
 
 def ring(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:

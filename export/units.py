@@ -2,12 +2,16 @@
 
 The surrogate's unit is f(x) = (leaky(x) + log(1 + exp(β·x)) / β) / 2. Written with u = β·x it is F(u) / (2·β), where
 
-    F(u)  = leaky(u) + relu(u) - log(sigmoid(|u|))
+    F(u)  = leaky(u) + relu(u) - log(sigmoid(|u|)), the first two of which are twice a relu with half the leak
     F'(u) = 1[u > 0] + leak·1[u <= 0] + sigmoid(u)
 
 and both factors move into the batch norms around: every norm gives β times what it gave, and takes what F makes, 2·β
 times what f made. A shortcut without a convolution halves. Small operators cost a CPU about as much as the numbers they
-touch, and twelve for a unit and its gradient in place of twenty are felt. It is the same function, up to rounding.
+touch, and eleven for a unit and its gradient in place of twenty are felt. It is the same function, up to rounding.
+
+ONNX Runtime keeps convolutions in a blocked layout, in which it can add, multiply and take sigmoids as well, but not
+multiply by a number. In float32 a number is therefore a convolution of every channel with itself, and the gradient, and
+what goes around a block, never leave that layout. Engines that fuse such operators run in half precision, and get them.
 """
 
 import copy
@@ -16,11 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.surrogate_net import BETA, LEAK, BasicBlock, SmoothActivation, SurrogateNetwork
-
-STEEP = 2.0**100
-"""A slope that makes a step of a clipped line, for every u above 2^-100."""
 
 
 class _Unit(torch.autograd.Function):
@@ -29,18 +31,23 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor) -> Tensor:
         ctx.save_for_backward(u)
-        return F.leaky_relu(u, LEAK) + (torch.relu(u) - torch.log(torch.sigmoid(u.abs())))
+        half = F.leaky_relu(u, LEAK / 2)
+        return half + half - torch.log(torch.sigmoid(u.abs()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (u,) = ctx.saved_tensors
-        return grads[0] * (_slope_of_leaky(u) + torch.sigmoid(u))
+        return grads[0] * (affine((u > 0).to(u.dtype), 1.0 - LEAK, LEAK) + torch.sigmoid(u))
 
 
-def _slope_of_leaky(u: Tensor) -> Tensor:
-    if u.dtype == torch.float32:
-        return (u * STEEP).clamp(LEAK, 1.0)
-    return (u > 0).to(u.dtype) * (1.0 - LEAK) + LEAK  # half precision ends long before such a slope
+def affine(x: Tensor, scale: float, shift: float = 0.0) -> Tensor:
+    """scale·x + shift; in float32 as a convolution of every channel with itself."""
+    if x.dtype != torch.float32:
+        return x * scale + shift if shift else x * scale
+    channels = x.shape[1]
+    with _disable_current_modes():
+        weight, bias = torch.full((channels, 1, 1, 1), scale), torch.full((channels,), shift)
+    return F.conv2d(x, weight, bias if shift else None, groups=channels)
 
 
 class ScaledUnit(nn.Module):
@@ -57,7 +64,7 @@ class Halved(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Half of x."""
-        return x * 0.5
+        return affine(x, 0.5)
 
 
 class ScaledBlock(nn.Module):
