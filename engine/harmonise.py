@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.masks import composite, grown, psi, rimmed, to_latent
+from engine.masks import composite, grown, psi, rimmed, rounded, to_latent
 from engine.path import Path
 from engine.runtime import Runtime
 
@@ -55,12 +55,14 @@ def harmonise(
     threshold: float,
     blur: float,
     feather: float,
+    outline: float,
     convinces: Callable[[Tensor, Tensor], Tensor],
     watch: Callable[[int], None] = lambda step: None,
 ) -> Harmonised:
     """Each counterfactual at the largest of the falling `strengths` at which `convinces(pictures, rows)` holds.
 
-    What the walk changed by less than `threshold` of its largest change is given back to the original.
+    What the walk changed by less than `threshold` of its largest change is given back to the original, along a border
+    that `outline` smooths.
     """
     path = runtime.path
     region = grown(soft > 0, RIM).to(soft.dtype) * m_excl
@@ -80,8 +82,8 @@ def harmonise(
             outside = z0[rows] if i == path.length - 1 else path.noise(z0[rows], eps[rows], i + 1)
             z = torch.where(kept[rows] > 0, outside, z)
         x = runtime.decode(z).clamp(0.0, 1.0)
-        changed = (psi(x0[rows], x, blur) >= threshold).to(soft.dtype)
-        weights = rimmed(region[rows] * changed, feather) * m_excl[rows]
+        changed = (psi(x0[rows], x, blur) >= threshold) & (region[rows] > 0)
+        weights = rimmed(region[rows] * rounded(changed, outline, 0.5), feather) * m_excl[rows]
         x = composite(x0[rows], x, weights)
         done.walks[rows] += 1
         done.network_calls[rows] += path.length - start

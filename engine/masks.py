@@ -99,7 +99,8 @@ def rimmed(support: Tensor, feather: float) -> Tensor:
 def rounded(edit: Tensor, sigma: float, threshold: float) -> Tensor:
     """A bool mask that follows an edit [B, 1, H, W] of bool without its islands, holes and teeth.
 
-    It is where the blurred edit reaches the threshold: 0.5 leaves a straight border where it is, less moves it out.
+    It is where the blurred edit reaches the threshold: 0.5 leaves a straight border where it is, less moves it out. A
+    sigma of 0 leaves the edit as it is.
     """
     return gaussian_blur(edit.float(), sigma) >= threshold
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.guidance import Model
-from engine.masks import gaussian_blur, rimmed
+from engine.masks import gaussian_blur, rimmed, rounded
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
 """Shares of the edited area that are tried; the whole edit is what remains if none is enough."""
@@ -39,10 +39,14 @@ def relevance(guide: Model, x0: Tensor, x_cf: Tensor, y: Tensor, blur: float) ->
     return gaussian_blur((total * change).sum(1, keepdim=True) / len(POINTS), blur)
 
 
-def part(soft: Tensor, order: Tensor, share: Tensor, feather: float) -> Tensor:
-    """The weights of an edit cut down to a share [B] of its area: the pixels of the lowest `order`, with a soft rim."""
+def part(soft: Tensor, order: Tensor, share: Tensor, feather: float, outline: float = 0.0) -> Tensor:
+    """The weights of an edit cut down to a share [B] of its area: the pixels of the lowest `order`, with a soft rim.
+
+    `outline` smooths the border that the order makes; the area is a little more or less then.
+    """
     area = (soft > 0).sum((1, 2, 3))
-    support = ((order < (share * area).ceil().view(-1, 1, 1, 1)) & (soft > 0)).to(soft.dtype)
+    best = (order < (share * area).ceil().view(-1, 1, 1, 1)) & (soft > 0)
+    support = (rounded(best, outline, 0.5) & (soft > 0)).to(soft.dtype)
     return torch.minimum(soft, rimmed(support, feather))
 
 

@@ -58,6 +58,9 @@ class Recipe(Settings):
     downsampling: Literal["all", "nearest"] = Field("all", description="a cell is frozen if all its pixels are")
     paste: Literal["renoised", "clean"] = Field("renoised", description="what is put into frozen cells")
     feather: float = Field(1.0, ge=0, description="standard deviation of the composite's soft rim, in pixels")
+    outline: float = Field(
+        0.0, ge=0, description="standard deviation that smooths the border of a pruned or harmonised edit, in pixels"
+    )
     composite: Literal["decoded", "difference"] = Field(
         "decoded", description="blend D(z) into x0, or add D(z) - D(E(x0)) to x0"
     )

@@ -282,6 +282,7 @@ def _harmonise(
         recipe.tau,
         recipe.blur,
         recipe.feather,
+        recipe.outline,
         _convinces(f, guide, some.y, recipe),
         watch,
     )
@@ -301,9 +302,8 @@ def _prune(
     asked = 0
 
     def cut(choice: Tensor) -> tuple[Tensor, Tensor]:
-        smaller = torch.where(
-            (choice < len(SHARES)).view(-1, 1, 1, 1), part(soft, order, shares[choice], recipe.feather), soft
-        )
+        some = part(soft, order, shares[choice], recipe.feather, recipe.outline)
+        smaller = torch.where((choice < len(SHARES)).view(-1, 1, 1, 1), some, soft)
         weight = torch.where(soft > 0, smaller / soft.clamp_min(1e-6), 0.0).clamp(0.0, 1.0)
         return composite(x0, x0 + weight * (x_cf - x0), (smaller > 0).to(x0.dtype)), smaller
 

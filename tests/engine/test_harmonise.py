@@ -30,7 +30,7 @@ def walked(x0: Tensor, x_cf: Tensor, soft: Tensor, accept: list[float], m_excl: 
     free = torch.ones_like(soft) if m_excl is None else m_excl
     eps = draw_noise(list(range(len(x0))), 1, z0)[:, 0]
     with torch.no_grad():
-        return harmonise(runtime, x0, z0, x_cf, soft, free, eps, STRENGTHS, 0.0, 1.0, 0.5, convinces), path, asked
+        return harmonise(runtime, x0, z0, x_cf, soft, free, eps, STRENGTHS, 0.0, 1.0, 0.5, 0.0, convinces), path, asked
 
 
 def test_each_sample_is_kept_at_its_largest_convincing_strength() -> None:

@@ -82,6 +82,17 @@ def test_a_part_never_grows_beyond_the_edit() -> None:
     assert bool((half > 0).sum() >= 32)
 
 
+def test_an_outline_takes_away_teeth_and_islands_and_leaves_a_straight_border() -> None:
+    soft = torch.ones(1, 1, SIZE, SIZE)
+    values = torch.zeros(1, 1, SIZE, SIZE)
+    values[..., : SIZE // 2] = 2.0  # the left half, with one tooth and one island
+    values[..., 3, SIZE // 2] = values[..., 12, SIZE - 3] = 3.0
+    share = torch.tensor([0.5 + 2 / SIZE**2])
+    ragged, smooth = (part(soft, ranks(values, soft > 0), share, 0.0, outline) for outline in (0.0, 1.5))
+    assert ragged[..., SIZE // 2 :].sum() == 2
+    assert torch.equal(smooth, (values == 2.0).to(soft.dtype))
+
+
 def test_ranks_put_the_largest_first_and_outsiders_last() -> None:
     values = torch.tensor([[[[3.0, 9.0], [1.0, 2.0]]]])
     where = torch.tensor([[[[True, False], [True, True]]]])
