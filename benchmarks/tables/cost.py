@@ -1,6 +1,7 @@
 """The numbers of Table 3: time, memory and network calls, each run in a process of its own.
 
 Such a process holds the prior, the classifier, the guide and a few pictures, and nothing else that could hide a peak.
+All methods run in eager torch; SCE-LITE-HQ stands there a second time on ONNX Runtime, which no baseline can use.
 """
 
 import argparse
@@ -26,13 +27,20 @@ from benchmarks.tables.figures import Figure, Figures
 from benchmarks.tables.plan import SPACES, Row
 from engine.errors import InputError
 from engine.methods import METHODS, AnySettings, method_named
+from engine.recipe import Recipe
+from engine.runtime.artifact_folder import MANIFEST
+from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.surrogate import GUIDE, serialise
 from engine.surrogate_net import SurrogateNetwork
+from export.artifact import Batches, write_artifact
 from worlds import WORLDS, World
 from worlds.store import open_classifier, open_prior
 
 TIMING_RUNS = 3
 TIMING_BATCH = 4
+GRAPHS = "graphs"
+ON_ONNX = "@onnxruntime"
+"""What follows a row's name where it was timed on ONNX Runtime."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Timing:
 
     batch: int
     lpips: Path | None = None
+    onnx: bool = False
+    """On ONNX Runtime in place of eager torch."""
 
 
 def cost_of(case: Case, row: Row, settings: AnySettings, timing: Timing) -> Figures:
@@ -50,11 +60,17 @@ def cost_of(case: Case, row: Row, settings: AnySettings, timing: Timing) -> Figu
     """
     parts = [settings.digest, str(timing.batch), case.prior(row.space).content_hash, case.classifier.content_hash]
     parts += [case.surrogates.guide.weights_hash, str(timing.lpips is not None), str(torch.get_num_threads())]
+    parts += ["onnx"] if timing.onnx else []
     key = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
     folder = case.cache / case.world.name / "timings" / f"{row.name}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     settings.save(folder / "settings.json")
     (folder / "guide.safetensors").write_bytes(serialise(case.surrogates.guide.network))
+    if timing.onnx and not (folder / GRAPHS / MANIFEST).is_file():
+        prior, size = case.prior(row.space), (case.world.size, case.world.size)
+        assert isinstance(settings, Recipe)
+        batches = Batches.parse(f"1-{timing.batch}")
+        write_artifact(prior, case.surrogates.guide.network, settings, folder / GRAPHS, size=size, batches=batches)
     base = once(folder / "load.json", lambda: spawn(case.world, row, folder, timing, load_only=True))
     answers = [
         once(folder / f"run-{number}.json", lambda: spawn(case.world, row, folder, timing))
@@ -73,6 +89,7 @@ def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool 
     """What a fresh process measures with the settings and the guide of a folder."""
     command = [sys.executable, "-m", "benchmarks.tables.cost", world.name, row.name, str(folder), str(timing.batch)]
     command += ["--lpips", str(timing.lpips)] if timing.lpips else []
+    command += ["--onnx"] if timing.onnx else []
     command += ["--load-only"] if load_only else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -88,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("pictures", type=int)
     parser.add_argument("--lpips", type=Path)
+    parser.add_argument("--onnx", action="store_true", help="run the graphs in the folder on ONNX Runtime")
     parser.add_argument("--load-only", action="store_true")
     arguments = parser.parse_args(argv)
     world, row = WORLDS[arguments.world], Row.of(arguments.row)
@@ -102,10 +120,12 @@ def main(argv: list[str] | None = None) -> int:
         prior.predict(prior.encode(x[:1]), prior.path(2, 0.5, world.size, world.size).timesteps[0])
     answer = {"seconds": 0.0, "network_calls": 0.0}
     if not arguments.load_only:
+        options: dict[str, Any] = {"perceptual": perceptual}
+        if arguments.onnx:
+            assert isinstance(settings, Recipe)
+            options["runtime"] = OnnxRuntime(arguments.folder / GRAPHS, prior, guide, settings)
         start = time.perf_counter()
-        found = METHODS[row.method](
-            prior, classifier, guide, x, targets, settings, list(range(n)), perceptual=perceptual
-        )
+        found = METHODS[row.method](prior, classifier, guide, x, targets, settings, list(range(n)), **options)
         answer["seconds"] = (time.perf_counter() - start) / n
         answer["network_calls"] = sum(one.cost.network_calls for one in found) / n
     weights = weight_bytes(prior, classifier, guide)

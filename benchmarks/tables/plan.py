@@ -64,9 +64,9 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
         {},
         {"guidance": STRONG},
         {"guidance": FIERCE},
-        {"guidance": STRONG, "strength": 0.5},
-        {"guidance": FIERCE, "strength": 0.5},
         {"guidance": STRONG, "strength": 0.2},
+        {"guidance": FIERCE, "strength": 0.2},
+        {"guidance": STRONG, "strength": 0.4},
     ),
     **dict.fromkeys(
         ("fastdime", "fastdime-2", "fastdime-2+"),

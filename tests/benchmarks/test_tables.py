@@ -323,3 +323,22 @@ def test_a_process_of_its_own_measures_a_method(case: Case, tmp_path: Path, caps
     assert answer["seconds"] > 0 and 0 < answer["weights"] < answer["peak_rss"]
     assert costs.main(["portraits", "ace@latent", str(tmp_path), "2", "--load-only"]) == 0
     assert json.loads(capsys.readouterr().out)["network_calls"] == 0
+
+
+def test_the_guided_loop_is_timed_on_onnx_runtime_too(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> dict[str, float]:
+        arguments = [world.name, row.name, str(folder), str(timing.batch), *(["--onnx"] if timing.onnx else [])]
+        assert costs.main([*arguments, *(["--load-only"] if load_only else [])]) == 0
+        answer: dict[str, float] = json.loads(capsys.readouterr().out)
+        return answer
+
+    monkeypatch.setattr(costs, "spawn", here)
+    monkeypatch.setattr(costs, "TIMING_RUNS", 1)
+    row = Row.of("sce-lite-hq")
+    settings = case.start(row).changed(steps=3, escalation=(1.0,))
+    eager, onnx = (costs.cost_of(case, row, settings, Timing(2, onnx=onnx)) for onnx in (False, True))
+    assert onnx["network_calls"] == eager["network_calls"]
+    graphs = list((case.cache / case.world.name / "timings").glob("*/graphs/manifest.json"))
+    assert len(graphs) == 1
