@@ -30,8 +30,7 @@ from audit.explain import Explainer, distil_pair
 from audit.policy import Policy
 from audit.report import build, write
 from audit.run import audit
-from benchmarks.gate import finite
-from engine.writing import write_text
+from benchmarks.numbers import write_numbers
 from service.cases import embedded_repair
 from service.progress import auditing, counting, distilling
 from service.sources import open_source
@@ -131,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {key:18} {one['mean']:6.3f}  ({one['low']:.3f} to {one['high']:.3f})")
     found |= {"images": args.images, "threads": torch.get_num_threads()}
     if args.json is not None:
-        write_text(args.json, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
+        write_numbers(args.json, found)
     kept = all(found[n][f"{what}_kept"] for n in found if n in WORLDS for what in ("gain", "worst_group", "ordinary"))
     return 0 if kept else 1
 

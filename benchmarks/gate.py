@@ -60,6 +60,7 @@ from audit.quick_surrogates import QUICK_EVALUATOR, QUICK_GUIDE
 from audit.run import audit
 from audit.teachers import OracleTeacher
 from audit.verdict import Outcome
+from benchmarks.numbers import finite, write_numbers
 from engine.prior import Prior
 from engine.rate import Rate
 from engine.recipe import Recipe
@@ -453,15 +454,6 @@ def _panel(left: float, below: str, beside: str) -> str:
     )
 
 
-def finite(value: Any) -> Any:
-    """JSON knows no NaN: what does not exist is null."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _here: Bench | None = None
 """The bench of a worker process."""
 
@@ -548,7 +540,7 @@ def main(argv: list[str] | None = None) -> int:
     for key in ("inconclusive", "auc", "images_median", "seconds_per_student"):
         print(f"{key:24} {found[key]}")
     if arguments.json:
-        write_text(arguments.json, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
+        write_numbers(arguments.json, found)
     picture = arguments.plot or RESULTS / f"gate-{world.name}.svg"
     write_text(picture, plot(lines, bench.policy, f"The gate on {len(lines)} students of {world.name}"))
     print(f"picture: {picture}")

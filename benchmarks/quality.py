@@ -5,7 +5,6 @@ evaluator (never by the guide), and by the world's own truth. Writes JSON, a tab
 """
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +28,11 @@ from audit.metrics import (
     sparsity,
 )
 from audit.pictures import heat_map, save_png, sheet
+from benchmarks.numbers import write_numbers
 from engine.counterfactual import CounterfactualSet
 from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.sampling import reconstruct
-from engine.writing import write_text
 from service.progress import distilling
 from worlds import WORLDS, World
 from worlds.measure import features, predictions
@@ -189,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         paper = PAPER[world.name].get(key)
         print(f"{key:34} {value}" + (f"   (paper, {PAPER[world.name]['row']}: {paper})" if paper is not None else ""))
     if arguments.json:
-        write_text(arguments.json, json.dumps(found, indent=2) + "\n")
+        write_numbers(arguments.json, found)
     picture = arguments.picture or RESULTS / f"quality-{world.name}.png"
     save_png(sheet([*grid(student), *grid(twin)[1:]]), picture)
     print(f"picture: {picture}")

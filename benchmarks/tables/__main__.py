@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
+from benchmarks.numbers import write_numbers
 from benchmarks.quality import RESULTS
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import BATCH, TEST_SEED, Case, make_sets, open_case
@@ -24,7 +25,6 @@ from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, SOURCES, TRI
 from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, Table, grid, write_results
 from engine.errors import Cancelled, InputError, PfungstError
 from engine.methods import DEFAULT, AnySettings, method_named
-from engine.writing import write_text
 from worlds import WORLDS
 from worlds.world import Sample
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         content["did_not_run"] = {row: why for table in tables.values() for row, why in table.broken.items()}
         content |= {"world": world.name, "n": arguments.n, "batch": arguments.timing_batch}
         content |= {"notes": said, "methods": tuned}
-        write_text(arguments.json, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        write_numbers(arguments.json, content)
     return 0
 
 

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from audit.pictures import save_png, sheet
+from benchmarks.numbers import finite
 from benchmarks.tables.figures import Figure, Figures
 from engine.writing import write_text
 
@@ -102,9 +103,9 @@ class Table:
                 "table": self.title,
                 "row": row,
                 "metric": column.key,
-                "value": _number(figures[column.key].value),
-                "lower": _number(figures[column.key].lower),
-                "upper": _number(figures[column.key].upper),
+                "value": finite(figures[column.key].value),
+                "lower": finite(figures[column.key].lower),
+                "upper": finite(figures[column.key].upper),
                 "n": figures[column.key].n,
                 "paper": self.paper.get(row, {}).get(column.key),
                 "place": self.places(column).get(row),
@@ -120,16 +121,11 @@ class Table:
         broken = {row: {**empty, "did_not_run": why} for row, why in self.broken.items()}
         return broken | {
             row: {
-                **{key: _number(figure.value) for key, figure in figures.items()},
-                "intervals": {key: [_number(f.lower), _number(f.upper)] for key, f in figures.items()},
+                **{key: finite(figure.value) for key, figure in figures.items()},
+                "intervals": {key: [finite(f.lower), finite(f.upper)] for key, f in figures.items()},
             }
             for row, figures in self.rows.items()
         }
-
-
-def _number(value: float) -> float | None:
-    """JSON knows no NaN and no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def grid(originals: Tensor, rows: Mapping[str, Tensor]) -> Image.Image:

@@ -20,7 +20,6 @@ from benchmarks.gate import (
     StudentRecipe,
     area_under,
     draw,
-    finite,
     fixed_images,
     plot,
     roc,
@@ -28,6 +27,7 @@ from benchmarks.gate import (
     students,
     summarise,
 )
+from benchmarks.numbers import finite
 from engine.errors import InputError
 from engine.rate import Rate
 from engine.surrogate import EVALUATOR, GUIDE
