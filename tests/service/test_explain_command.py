@@ -13,7 +13,6 @@ from worlds import WORLDS
 from worlds.store import WEIGHTS
 
 STUDENT = str(WEIGHTS / "portraits" / "student")
-PIXEL_IS_THERE = (WEIGHTS / "portraits" / "pixel").is_dir()
 
 
 @pytest.fixture
@@ -59,8 +58,6 @@ def test_mistakes_get_one_sentence_and_leave_nothing_behind(
     assert "no folder" in _mistake(capsys, *explain, "--image", image, "--prior", "sepia")
     assert "'k'" in _mistake(capsys, *explain, "--image", image, "--k", "0")
     assert "like 4GiB" in _mistake(capsys, *explain, "--image", image, "--max-memory", "plenty")
-    pixel = _mistake(capsys, *explain, "--image", image, "--prior", "portraits-pixel") if not PIXEL_IS_THERE else None
-    assert pixel is None or ("portraits/pixel" in pixel and "`python -m worlds.train pixel`" in pixel)
     assert "no method 'time'; there are sce-lite-hq" in _mistake(capsys, *explain, "--image", image, "--method", "time")
     ace = [*explain, "--image", image, "--method", "ace"]
     assert "ace runs in eager torch alone" in _mistake(capsys, *ace, "--runtime", "onnx")
