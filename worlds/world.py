@@ -40,6 +40,11 @@ class Sample:
         """[N] confounder values, 0 or 1."""
         return torch.tensor(self.factors["confounder"].to_numpy(), dtype=torch.int64)
 
+    def pick(self, rows: slice) -> "Sample":
+        """Some of the pictures, with their truth."""
+        parts = {name: part[rows] for name, part in self.parts.items()}
+        return Sample(self.images[rows], self.factors[rows].reset_index(drop=True), parts)
+
 
 class World(ABC):
     """A distribution over pictures whose causes are known."""

@@ -185,8 +185,8 @@ def empty(case: Case, arguments: argparse.Namespace, rows: list[Row]) -> dict[in
 def notes(arguments: argparse.Namespace) -> list[str]:
     """What a reader has to know before the numbers are believed."""
     lines = [
-        f"Calibration budget, the same for every method: {arguments.trials} settings on "
-        f"{arguments.calibration_images} pictures that are not among the {arguments.n}, the method's defaults first.",
+        f"Calibration budget, the same for every method: {arguments.trials} settings, the method's defaults first, on a "
+        f"third of {arguments.calibration_images} pictures that are not among the {arguments.n}; the best two on all of them.",
         "SCE-LITE-HQ starts from its general defaults, not from the recipe that is shipped with a world. But its other "
         "candidates are near what earlier calibrations found on these worlds; the baselines have had none.",
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "

@@ -9,36 +9,54 @@ from audit.metrics import edited_area
 from benchmarks.tables.case import Case, make_sets, run_of
 from benchmarks.tables.plan import CANDIDATES, Row
 from engine.methods import AnySettings
+from worlds.world import Sample
 
 CALIBRATION_SEED = 810_001
+FIRST = 3
+"""One in this many of the pictures is shown to every candidate; the finalists see the others too."""
+FINALISTS = 2
 
 
 def calibrate(case: Case, row: Row, trials: int, pictures: int) -> tuple[AnySettings, list[dict[str, Any]]]:
     """(the best of the method's first `trials` candidates, what each did) on as many pictures for every method.
 
     The score is that of `pfungst calibrate`: flips that the evaluator confirms, less what edits touch beyond a fifth of
-    the picture. The earlier candidate wins where two are equal, the method's own defaults first of all.
+    the picture. All candidates are scored on the first third of the pictures, the best two of them on all. The earlier
+    candidate wins where two are equal, the method's own defaults first of all.
     """
     start = case.start(row)
     if trials < 1:
         return start, []
+    first = max(1, pictures // FIRST)
     data = case.world.sample(pictures, CALIBRATION_SEED)
-    done: list[dict[str, Any]] = []
-    for changes in CANDIDATES[row.method][:trials]:
-        settings = case.tried(row, changes).changed(k=1)
-        run = run_of(case, row, data, make_sets(case, row, settings, data.images))
-        confirmed = run.flipped(0) & run.confirmed(0)
-        areas = edited_area(run.edits(0)[:, 0])
-        area = float(np.median(areas[confirmed])) if confirmed.any() else 1.0
-        nafr = float(confirmed.mean())
-        done.append(
-            {
-                "changes": changes,
-                "flip_rate": float(run.flipped(0).mean()),
-                "nafr": nafr,
-                "area_median": area,
-                "score": nafr - AREA_WEIGHT * max(0.0, area - LARGEST_AREA),
-            }
-        )
-    best = max(done, key=lambda trial: trial["score"])  # max() keeps the first of equals
-    return case.tried(row, best["changes"]), done
+    parts = [data.pick(slice(first)), data.pick(slice(first, None))]
+    done = [trial(case, row, changes, parts[:1]) for changes in CANDIDATES[row.method][:trials]]
+    if pictures > first:
+        for place in ranked(done)[:FINALISTS]:
+            done[place] = trial(case, row, done[place]["changes"], parts)
+    best = next(place for place in ranked(done) if done[place]["pictures"] == pictures)
+    return case.tried(row, done[best]["changes"]), done
+
+
+def ranked(done: list[dict[str, Any]]) -> list[int]:
+    """Places of trials, the best score first; sorting is stable, so the earlier of equals comes first."""
+    return sorted(range(len(done)), key=lambda place: -done[place]["score"])
+
+
+def trial(case: Case, row: Row, changes: dict[str, Any], parts: list[Sample]) -> dict[str, Any]:
+    """What a candidate did on all parts of the pictures, each of which is made once."""
+    settings = case.tried(row, changes).changed(k=1)
+    runs = [run_of(case, row, data, make_sets(case, row, settings, data.images)) for data in parts]
+    flipped = np.concatenate([run.flipped(0) for run in runs])
+    confirmed = np.concatenate([run.flipped(0) & run.confirmed(0) for run in runs])
+    areas = np.concatenate([edited_area(run.edits(0)[:, 0]) for run in runs])
+    area = float(np.median(areas[confirmed])) if confirmed.any() else 1.0
+    nafr = float(confirmed.mean())
+    return {
+        "changes": changes,
+        "pictures": len(flipped),
+        "flip_rate": float(flipped.mean()),
+        "nafr": nafr,
+        "area_median": area,
+        "score": nafr - AREA_WEIGHT * max(0.0, area - LARGEST_AREA),
+    }

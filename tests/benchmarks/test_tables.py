@@ -27,6 +27,7 @@ from engine.recipe import Recipe
 from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil, serialise
 from worlds import WORLDS, World
 from worlds.store import open_classifier
+from worlds.world import Sample
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +174,28 @@ def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, mo
     row = Row.of("diffeocf")
     calls = counted(monkeypatch, "diffeocf")
     monkeypatch.setitem(CANDIDATES, "diffeocf", ({}, {"rate": 1e-9, "iterations": (1,)}, {"rate": 1.0}))
-    settings, trials = calibrate(case, row, trials=2, pictures=2)
-    assert calls == [2, 2] and [trial["changes"] for trial in trials] == [{}, {"rate": 1e-9, "iterations": (1,)}]
+    settings, trials = calibrate(case, row, trials=2, pictures=3)
+    assert calls == [1, 1, 2, 2] and [trial["changes"] for trial in trials] == [{}, {"rate": 1e-9, "iterations": (1,)}]
     assert case.tried(row, CANDIDATES["diffeocf"][1]).tries == (60,)  # type: ignore[union-attr]  # what was asked for
     assert trials[1]["flip_rate"] <= trials[0]["flip_rate"] and trials[0]["score"] >= trials[1]["score"]
     assert settings == case.start(row)
-    assert calibrate(case, row, trials=0, pictures=2) == (case.start(row), []) and calls == [2, 2]
+    assert [trial["pictures"] for trial in trials] == [3, 3]
+    assert calibrate(case, row, trials=0, pictures=3) == (case.start(row), []) and len(calls) == 4
+
+
+def test_only_the_best_two_candidates_see_all_pictures(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {0.01: 0.5, 0.02: 0.4, 0.03: 0.5, 0.04: 0.7}
+
+    def trial(case: Case, row: Row, changes: dict[str, float], parts: list[Sample]) -> dict[str, object]:
+        seen = sum(len(part.images) for part in parts)
+        return {"changes": changes, "pictures": seen, "score": scores[changes["rate"]]}
+
+    monkeypatch.setattr("benchmarks.tables.calibration.trial", trial)
+    row = Row.of("diffeocf")
+    monkeypatch.setitem(CANDIDATES, "diffeocf", tuple({"rate": rate} for rate in scores))
+    settings, trials = calibrate(case, row, trials=4, pictures=6)
+    assert settings == case.tried(row, {"rate": 0.04})
+    assert [trial["pictures"] for trial in trials] == [6, 2, 2, 6]  # the earlier of equals comes along
 
 
 def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
