@@ -31,7 +31,7 @@ from worlds.world import World
 TILE = 2
 """Side of the tile of pixels that the network sees as channels."""
 BATCH = 8
-CYCLES = {"portraits": (8_000,), "histology": (8_000,)}
+CYCLES = {"portraits": (8_000,), "histology": (8_000, 6_000)}
 PEAK_RATE = 1e-3
 CENTRE, SPREAD = 0.7, 1.3
 """Mean and standard deviation of the logarithm of the noise-to-signal ratio in training. Nine in ten draws lie between
