@@ -185,13 +185,14 @@ def empty(case: Case, arguments: argparse.Namespace, rows: list[Row]) -> dict[in
 def notes(arguments: argparse.Namespace) -> list[str]:
     """What a reader has to know before the numbers are believed."""
     lines = [
-        f"Calibration budget, the same for every method: {arguments.trials} settings, the method's defaults first, on a "
-        f"third of {arguments.calibration_images} pictures that are not among the {arguments.n}; the best two on all of them.",
+        f"Calibration budget, the same for every method: {arguments.trials} settings, the method's own first, on a "
+        f"third of {arguments.calibration_images} pictures that are not among the {arguments.n}; the best two on all.",
         "SCE-LITE-HQ starts from its general defaults, not from the recipe that is shipped with a world. But its other "
         "candidates are near what earlier calibrations found on these worlds; the baselines have had none.",
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "
         "range of the runs. Sparsity, diversity and Fréchet distance are in the last features of the world's oracle.",
-        "All methods are timed in eager torch, SCE-LITE-HQ a second time on ONNX Runtime, which only it can use.",
+        "All methods are timed in eager torch, SCE-LITE-HQ a second time on ONNX Runtime, which only it can use. For "
+        "Table 1, forward calls of the pixel-space network run on ONNX Runtime, to spare hours.",
         "DiME, FastDiME, ACE and SCE run on a pixel-space diffusion, the others on the latent prior; (latent) marks "
         "those that ran there instead.",
         f"Gain: mean of {arguments.repairs} fine-tunings on the method's own false counterfactuals, judged by the "

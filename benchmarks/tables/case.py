@@ -23,6 +23,7 @@ from audit.explain import Explainer, distil_pair, runners_up
 from audit.finetune import FinetuneSettings, Labelled
 from audit.lpips import LPIPS
 from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
+from benchmarks.tables.network import QuickForward
 from benchmarks.tables.plan import MEMORY, SPACES, K, Row
 from engine.counterfactual import Cost, CounterfactualSet
 from engine.methods import METHODS, AnySettings
@@ -63,7 +64,10 @@ class Case:
     def prior(self, space: str) -> Prior:
         """The world's latent or pixel-space prior, loaded once."""
         if space not in self._priors:
-            self._priors[space] = open_prior(self.world, part=SPACES[space])
+            prior = open_prior(self.world, part=SPACES[space])
+            self._priors[space] = (
+                QuickForward(prior, self.surrogates.guide.network, self.world.size) if space == "pixel" else prior
+            )
         return self._priors[space]
 
     def start(self, row: Row) -> AnySettings:

@@ -18,6 +18,7 @@ from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
 from benchmarks.tables.figures import Figure, measured
+from benchmarks.tables.network import QuickForward
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
 from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
 from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, Column, Table, grid
@@ -25,8 +26,9 @@ from engine.errors import InputError, PriorError, RecipeError, WeightsError
 from engine.methods import METHODS, Method
 from engine.recipe import Recipe
 from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil, serialise
+from engine.surrogate_net import SurrogateNetwork
 from worlds import WORLDS, World
-from worlds.store import open_classifier
+from worlds.store import PIXEL, open_classifier, open_prior
 from worlds.world import Sample
 
 
@@ -359,3 +361,17 @@ def test_the_guided_loop_is_timed_on_onnx_runtime_too(
     assert onnx["network_calls"] == eager["network_calls"]
     graphs = list((case.cache / case.world.name / "timings").glob("*/graphs/manifest.json"))
     assert len(graphs) == 1
+
+
+def test_the_pixel_network_on_onnx_runtime_is_the_same_network() -> None:
+    prior = open_prior(WORLDS["portraits"], part=PIXEL)
+    guide = SurrogateNetwork(2, GUIDE.network).eval().requires_grad_(False)
+    quick = QuickForward(prior, guide, 64)
+    assert quick.content_hash == prior.content_hash
+    z, t = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(5)), torch.tensor(120)
+    with torch.no_grad():
+        assert not torch.equal(quick.predict(z, t), prior.predict(z, t))  # it is another program
+        assert torch.allclose(quick.predict(z, t), prior.predict(z, t), atol=1e-4)
+    seen = z.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(quick.predict(seen, t).sum(), seen)
+    assert torch.equal(gradient, torch.autograd.grad(prior.predict(seen, t).sum(), seen)[0])
