@@ -39,28 +39,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.memory import peak_rss, small_classifier, small_prior
 from engine.errors import PfungstError
 from engine.guidance import gradient_source
 from engine.loop import counterfactuals
-from engine.prior import Prior, load_prior
+from engine.prior import Prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.cuda_graph import CudaGraphRuntime
 from engine.runtime.onnx_runtime import OnnxRuntime, open_session
 from engine.runtime.tensorrt_runtime import TensorRtRuntime
 from engine.runtime.torch_runtime import TorchRuntime
-from engine.surrogate import GUIDE
-from engine.surrogate_net import SurrogateNetwork
 from engine.tries import query
 from engine.writing import replacing, write_text
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced, write_graph
+from export.pace import TwoDecodes, processor, ratio
 from export.parity import Figures, fresh_inputs, in_session, second_classes
-from export.prove import BATCH, Student, Subject, TwoDecodes, find, open_subject, processor, ratio
+from export.subject import BATCH, Subject, find, open_subject, reopen
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES = (1, 2, 4, 8, 16)
@@ -265,18 +263,12 @@ def versions() -> str:
 
 def child(kind: str, name: str, folders: Path) -> int:
     """What a process of its own needs at its peak, in bytes, to load the models and run one row."""
-    folder, classifier, _ = find(name)
-    prior, f = load_prior(folder), Student(classifier)
-    weights = load_file(folders / "guide.safetensors")
-    guide = SurrogateNetwork(len(weights["head.bias"]), GUIDE.network)
-    guide.load_state_dict(weights)
-    x0 = load_file(folders / "pictures.safetensors")["x0"]
-    recipe = Recipe.load(folders / "recipe.json")
-    subject = Subject(prior, f, guide.eval().requires_grad_(False), None, recipe, x0)
+    prior, classifier, _ = find(name)
+    subject = reopen(prior, classifier, folders)
     import_module("onnxruntime")  # in every row: its code is no part of what a loop needs
     if kind != "load":
         trick = TRICKS[NAMES.index(kind)]
-        settings = one_pass(recipe, trick.early_stop)
+        settings = one_pass(subject.recipe, trick.early_stop)
         flips(placed(subject), settings, trick.make(subject, settings, folders))
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -305,9 +297,7 @@ def write_folders(subject: Subject, folders: Path, largest: int) -> None:
             batches=Batches.parse(f"1-{largest}"),
             precision=precision,
         )
-    save_file({k: v.contiguous() for k, v in subject.guide.state_dict().items()}, folders / "guide.safetensors")
-    save_file({"x0": subject.x0.contiguous()}, folders / "pictures.safetensors")
-    subject.recipe.save(folders / "recipe.json")
+    subject.save(folders)
 
 
 def growth(

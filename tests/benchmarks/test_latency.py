@@ -15,7 +15,7 @@ from engine.prior import load_prior
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.surrogate_net import NetworkConfig, SurrogateNetwork
-from export.prove import Subject
+from export.subject import Subject
 from tests.engine.test_prior import save_sd3
 
 SMALL = NetworkConfig(input_size=32, widths=(8, 16), blocks=1)

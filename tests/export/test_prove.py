@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.surrogate import Query, SurrogateRecipe
 from engine.surrogate_net import SurrogateNetwork
-from export import prove, rtx
+from export import pace, prove, rtx, subject
 from worlds import WORLDS
 
 GRAPHS = {"encoder", "decoder", "velocity", "surrogate", "guidance"}
@@ -35,21 +35,23 @@ def drawn_guide(query: Query, images: Tensor, recipe: SurrogateRecipe) -> Simple
 def test_every_graph_of_the_embedded_priors_is_proven_and_builds(
     world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, classifier, recipe = prove.find(world)
+    folder, classifier, recipe = subject.find(world)
     assert recipe is not None
     short = tmp_path / "recipe.json"
     short.write_text(json.dumps({**json.loads(recipe.read_text()), **SHORT}))
-    monkeypatch.setattr(prove, "find", lambda name: (folder, classifier, short))
-    monkeypatch.setattr(prove, "generate", partial(prove.generate, steps=6))
-    monkeypatch.setattr(prove, "N_PICTURES", 2)
-    monkeypatch.setattr(prove, "BATCH", 2)
-    monkeypatch.setattr(prove, "distil", drawn_guide)
+    monkeypatch.setattr(subject, "find", lambda name: (folder, classifier, short))
+    monkeypatch.setattr(subject, "generate", partial(subject.generate, steps=6))
+    monkeypatch.setattr(subject, "N_PICTURES", 2)
+    monkeypatch.setattr(subject, "BATCH", 2)
+    monkeypatch.setattr(subject, "distil", drawn_guide)
     file = tmp_path / "figures.json"
     assert prove.main(["--prior", world, "--json", str(file), "--rounds", "1"]) == 0
     figures = json.loads(file.read_text())
     assert json.loads(capsys.readouterr().out) == figures
     assert figures["flips_identical"] is True
     assert figures["ort_over_two_decodes"] > 0 and figures["ort_over_eager"] > 0
+    assert figures["memory_kept"]["ort_over_two_decodes"] > 0
+    assert set(figures["page_faults"]) == {"eager", "two_decodes", "onnxruntime"}
     graphs, builds = figures["graphs"], figures["rtx_builds"]
     assert set(graphs) == GRAPHS == set(builds)
     assert graphs["guidance"]["fp32_gradient_error"] <= 1e-4
@@ -69,4 +71,4 @@ def test_a_prior_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_ratios_are_taken_within_a_round() -> None:
     """A machine that slows down tenfold between rounds changes both times and no ratio."""
     seconds = {"fast": [1.0, 10.0, 1.0], "slow": [2.0, 20.0, 2.0]}
-    assert prove.ratio(seconds, "fast", "slow") == 0.5
+    assert pace.ratio(seconds, "fast", "slow") == 0.5
