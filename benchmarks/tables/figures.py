@@ -32,7 +32,8 @@ from service.progress import counting
 from worlds.measure import features
 from worlds.world import Sample
 
-GAIN_SEEDS = 3
+GAIN_SEEDS = 5
+"""Fine-tunings: from one seed to the next the gain differs by up to a third of itself where lessons are few."""
 
 
 @dataclass(frozen=True)
