@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.prior import Prior
+from export.blocked import affine
 
 PLACES = torch.tensor(
     [
@@ -44,7 +45,6 @@ class FoldedTail(nn.Module):
     rows: Tensor
     columns: Tensor
     corners: Tensor
-    alone: Tensor
 
     def __init__(self, first: nn.Conv2d, second: nn.Conv2d) -> None:
         super().__init__()
@@ -63,14 +63,13 @@ class FoldedTail(nn.Module):
             "rows": -torch.stack(rows),
             "columns": -torch.stack(columns),
             "corners": torch.stack(corners),
-            "alone": torch.ones(w1.shape[1], 1, 1, 1),
         }.items():
             self.register_buffer(name, value.float())
 
     def forward(self, features: Tensor) -> Tensor:
         """The picture, [B, O, H, W]."""
         b, _, h, w = features.shape
-        edges = Edges.apply(features, self.alone)
+        edges = Edges.apply(features)
         rows = []
         for i, row in enumerate(edges[:2]):
             left, right = (F.conv2d(row[..., end], self.corners[2 * i + j]) for j, end in enumerate(ENDS))
@@ -86,23 +85,20 @@ class Edges(torch.autograd.Function):
     """The outermost rows [B, C, 1, w] and columns [B, C, h, 1] of a map [B, C, h, w]: top, bottom, left, right.
 
     Autograd would widen the gradient of each edge to a map of its own and add them up; here they are put together along
-    the border first. In float32 that map then goes through a convolution with `alone`, ones [C, 1, 1, 1], which changes
-    nothing: ONNX Runtime keeps convolutions in a blocked layout and adds two of them there, where a map that no
-    convolution has made would bring this gradient, and all before it as far as the skips reach, out of that layout.
+    the border first. In float32 that map then goes through a convolution that changes nothing (`blocked`): a map that
+    no convolution has made would bring this gradient, and all before it as far as the skips reach, out of the layout.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alone: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
         """The four edges."""
-        ctx.save_for_backward(alone)
         return x[:, :, ENDS[0]], x[:, :, ENDS[1]], x[..., ENDS[0]], x[..., ENDS[1]]
 
     @staticmethod
-    def backward(ctx: Any, *edges: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *edges: Tensor) -> Tensor:
         """The gradient that the four edges' gradients make together."""
-        (alone,) = ctx.saved_tensors
         along = ring(*edges)
-        return F.conv2d(along, alone, groups=len(alone)) if along.dtype == torch.float32 else along, None
+        return affine(along, 1.0) if along.dtype == torch.float32 else along
 
 
 def ring(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:

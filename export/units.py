@@ -9,9 +9,7 @@ and both factors move into the batch norms around: every norm gives β times wha
 times what f made. A shortcut without a convolution halves. Small operators cost a CPU about as much as the numbers they
 touch, and eleven for a unit and its gradient in place of twenty are felt. It is the same function, up to rounding.
 
-ONNX Runtime keeps convolutions in a blocked layout, in which it can add, multiply and take sigmoids as well, but not
-multiply by a number. In float32 a number is therefore a convolution of every channel with itself, and the gradient, and
-what goes around a block, never leave that layout. Engines that fuse such operators run in half precision, and get them.
+Numbers are convolutions here (`blocked`): the gradient, and what goes around a block, never leave that layout.
 """
 
 import copy
@@ -20,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.surrogate_net import BETA, LEAK, BasicBlock, SmoothActivation, SurrogateNetwork
+from export.blocked import affine
 
 
 class _Unit(torch.autograd.Function):
@@ -38,16 +36,6 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (u,) = ctx.saved_tensors
         return grads[0] * (affine((u > 0).to(u.dtype), 1.0 - LEAK, LEAK) + torch.sigmoid(u))
-
-
-def affine(x: Tensor, scale: float, shift: float = 0.0) -> Tensor:
-    """scale·x + shift; in float32 as a convolution of every channel with itself."""
-    if x.dtype != torch.float32:
-        return x * scale + shift if shift else x * scale
-    channels = x.shape[1]
-    with _disable_current_modes():
-        weight, bias = torch.full((channels, 1, 1, 1), scale), torch.full((channels,), shift)
-    return F.conv2d(x, weight, bias if shift else None, groups=channels)
 
 
 class ScaledUnit(nn.Module):
