@@ -112,6 +112,7 @@ class OnnxRuntime:
         self._device = torch.device("cpu") if provider == "cpu" else torch.device("cuda", device_id)
         self._scale = torch.tensor(self.manifest.cotangent_scale, device=self._device)
         self._sessions: dict[tuple[str, int], Any] = {}
+        self._sizes: dict[str, int] = {}
         self._pool = lonely_pool(self.threads if provider == "cpu" and self.threads > 1 else 0)
         self._alone = False
         for name in IN_THE_LOOP:
@@ -218,7 +219,9 @@ class OnnxRuntime:
         """Whether the samples of a batch are run by threads of their own: graphs that are small and take any batch."""
         if self.provider != "cpu" or self.threads == 1 or graph.fixed_batch or graph.data is not None:
             return False
-        return (self.folder / graph.file).stat().st_size <= SMALL_BYTES
+        if graph.file not in self._sizes:
+            self._sizes[graph.file] = (self.folder / graph.file).stat().st_size
+        return self._sizes[graph.file] <= SMALL_BYTES
 
     def _run_shares(self, graph: GraphFile, tensors: list[Tensor]) -> list[Tensor]:
         session, parts = self._session(graph, 1), min(self.threads, len(tensors[0]))
