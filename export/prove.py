@@ -2,7 +2,8 @@
 
     ort_over_eager         time of the guided loop on ONNX Runtime / in eager torch with one decode per step
     ort_over_two_decodes   the same / in eager torch as the reference code runs it, decoding a second time for the mask
-    memory_kept            both ratios where the C library keeps freed memory, which is eager torch at its best
+    memory_kept            both ratios where the C library was told to keep freed memory
+    behind_the_proof       both ratios in the proof's own process, after it has distilled and exported
     flips_identical        whether whole runs flip the same samples on both
     graphs                 name -> fp32_gradient_error or fp32_error, fp16_cosine: each the worst sample's
     kinks_passed_over      fresh latents not compared, because rounding decides torch's own gradient there
@@ -30,7 +31,7 @@ from engine.writing import write_text
 from export import rtx
 from export.artifact import Batches, write_artifact
 from export.graphs import contracts, traced
-from export.pace import in_own_process
+from export.pace import GRAPHS, in_own_process, pass_of, ratios, runtimes_of, take_turns
 from export.parity import compare_graph, fresh_inputs
 from export.subject import BATCH, Subject, find, open_subject
 
@@ -63,10 +64,12 @@ def prove(name: str, rounds: int = 11, progress: Callable[[str], None] = lambda 
         subject.save(Path(scratch))
         prior, classifier, _ = find(name)
         pace = in_own_process(prior, classifier, Path(scratch), rounds)
+        here = ratios(take_turns(pass_of(subject), runtimes_of(subject, Path(scratch) / GRAPHS), rounds))
     loops = {precision: manifest.parity["loop"] for precision, manifest in manifests.items()}
     return {
         "prior": name,
         **pace,
+        "behind_the_proof": here,
         "flips_identical": loops["fp32"]["flips_identical"],
         "graphs": _figures(manifests),
         "kinks_passed_over": manifests["fp32"].parity["kinks_passed_over"],

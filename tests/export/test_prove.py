@@ -51,6 +51,7 @@ def test_every_graph_of_the_embedded_priors_is_proven_and_builds(
     assert figures["flips_identical"] is True
     assert figures["ort_over_two_decodes"] > 0 and figures["ort_over_eager"] > 0
     assert figures["memory_kept"]["ort_over_two_decodes"] > 0
+    assert figures["behind_the_proof"]["ort_over_two_decodes"] > 0
     assert set(figures["page_faults"]) == {"eager", "two_decodes", "onnxruntime"}
     graphs, builds = figures["graphs"], figures["rtx_builds"]
     assert set(graphs) == GRAPHS == set(builds)
