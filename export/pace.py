@@ -1,10 +1,9 @@
 """How long the guided loop takes on each runtime, in a process of its own.
 
-Eager torch's pace depends on what its process did before. Behind the distillation and the exports of a proof it took
-1.6 s for a pass that takes 1.9 in a fresh process; memory is one reason, for the C library returns it to the system
-after an operator, to be handed back a page at a time, unless it has seen large blocks freed. The ratios are those of a
-process that has loaded the models and nothing else. A second pair says what they are when the library was told to keep
-all memory.
+What a process did before may change its pace: the C library returns eager torch's memory to the system after an
+operator, to be handed back a page at a time, unless it has seen large blocks freed, as training frees them. The ratios
+are those of a process that has loaded the models and nothing else. A second pair says what they are when the library
+was told to keep all memory.
 """
 
 import argparse
