@@ -51,8 +51,7 @@ CLEAN: dict[str, Any] = {
 }
 """SCE-LITE-HQ with a normalised gradient, and with all that it can do to keep an edit small and on the prior.
 
-A second counterfactual may use only what the first left alone, and needs more force: with five tries in place of three
-it flips 87 of 100 portraits, not 69."""
+A second counterfactual may use only what the first left alone, and needs more force: five tries in place of three."""
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
