@@ -125,7 +125,14 @@ def _try(explainer: Explainer, images: Tensor, recipe: Recipe) -> Trial:
     flipped = np.array([found.flipped[0] for found in sets])
     confirmed = np.array([tried.evaluator_flipped(found)[0] for found in sets]) & flipped
     areas = np.array([edited_area(found.edit_masks[:, 0])[0] for found in sets])
+    return Trial(recipe.strength, recipe.eta, recipe.tau, float(flipped.mean()), *scored(confirmed, areas))
+
+
+def scored(confirmed: np.ndarray, areas: np.ndarray) -> tuple[float, float, float]:
+    """(NAFR, median area, score) of flips [N] that the evaluator confirms and the shares of pictures [N] they edit.
+
+    The score is the NAFR less what edits touch beyond `LARGEST_AREA`; where nothing is confirmed, the area is all.
+    """
     nafr = float(confirmed.mean())
     area = float(np.median(areas[confirmed])) if confirmed.any() else 1.0
-    score = nafr - AREA_WEIGHT * max(0.0, area - LARGEST_AREA)
-    return Trial(recipe.strength, recipe.eta, recipe.tau, float(flipped.mean()), nafr, area, score)
+    return nafr, area, nafr - AREA_WEIGHT * max(0.0, area - LARGEST_AREA)

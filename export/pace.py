@@ -12,8 +12,6 @@ import json
 import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
 from engine.loop import check_targets, counterfactuals
 from engine.runtime import Runtime
 from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.runtime.torch_runtime import TorchRuntime
 from engine.trajectory import Originals, draw_noise, one_pass
 from engine.tries import query
+from export.own_process import answer_of
 from export.parity import eager_runtime, second_classes
 from export.subject import Subject, reopen
 
@@ -187,11 +185,7 @@ def processor() -> str:
 
 def in_own_process(prior: Path, classifier: Path, folder: Path, rounds: int) -> dict[str, Any]:
     """What a fresh process measures of the subject that was saved in a folder, with its graphs in `GRAPHS` there."""
-    command = [sys.executable, "-m", "export.pace", *map(str, (prior, classifier, folder)), "--rounds", str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InputError(f"The loop could not be timed in a process of its own: {done.stderr.strip()[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = answer_of("Timing the loop", "export.pace", prior, classifier, folder, "--rounds", rounds)
     return found
 
 

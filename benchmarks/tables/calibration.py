@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from audit.calibration import AREA_WEIGHT, LARGEST_AREA
+from audit.calibration import scored
 from audit.metrics import edited_area
 from benchmarks.tables.case import Case, make_sets, run_of
 from benchmarks.tables.plan import CANDIDATES, Row
@@ -50,13 +50,12 @@ def trial(case: Case, row: Row, changes: dict[str, Any], parts: list[Sample]) ->
     flipped = np.concatenate([run.flipped(0) for run in runs])
     confirmed = np.concatenate([run.flipped(0) & run.confirmed(0) for run in runs])
     areas = np.concatenate([edited_area(run.edits(0)[:, 0]) for run in runs])
-    area = float(np.median(areas[confirmed])) if confirmed.any() else 1.0
-    nafr = float(confirmed.mean())
+    nafr, area, score = scored(confirmed, areas)
     return {
         "changes": changes,
         "pictures": len(flipped),
         "flip_rate": float(flipped.mean()),
         "nafr": nafr,
         "area_median": area,
-        "score": nafr - AREA_WEIGHT * max(0.0, area - LARGEST_AREA),
+        "score": score,
     }

@@ -8,8 +8,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ from benchmarks.memory import MB, peak_rss, weight_bytes
 from benchmarks.tables.case import TEST_SEED, Case, once
 from benchmarks.tables.figures import Figure, Figures
 from benchmarks.tables.plan import SPACES, Row
-from engine.errors import InputError
 from engine.methods import METHODS, AnySettings, method_named
 from engine.recipe import Recipe
 from engine.runtime.artifact_folder import MANIFEST
@@ -33,6 +30,7 @@ from engine.runtime.onnx_runtime import OnnxRuntime
 from engine.surrogate import GUIDE, serialise
 from engine.surrogate_net import SurrogateNetwork
 from export.artifact import Batches, write_artifact
+from export.own_process import answer_of
 from worlds import WORLDS, World
 from worlds.store import open_classifier, open_prior
 
@@ -87,14 +85,10 @@ def cost_of(case: Case, row: Row, settings: AnySettings, timing: Timing) -> Figu
 
 def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> Any:
     """What a fresh process measures with the settings and the guide of a folder."""
-    command = [sys.executable, "-m", "benchmarks.tables.cost", world.name, row.name, str(folder), str(timing.batch)]
-    command += ["--lpips", str(timing.lpips)] if timing.lpips else []
-    command += ["--onnx"] if timing.onnx else []
-    command += ["--load-only"] if load_only else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InputError(f"{row.name} failed in a process of its own: {done.stderr.strip()[-800:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    options = ["--lpips", timing.lpips] if timing.lpips else []
+    options += ["--onnx"] if timing.onnx else []
+    options += ["--load-only"] if load_only else []
+    return answer_of(row.name, "benchmarks.tables.cost", world.name, row.name, folder, timing.batch, *options)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """A prior whose network runs on ONNX Runtime wherever no gradient is asked for.
 
-DiME calls its network some million times for a table; the same numbers, to float32's rounding, come in two thirds of
-the time. Only what a method finds is measured so; what it costs is measured in eager torch (benchmarks.tables.cost).
+DiME's chains call their network for hours; the same numbers, to float32's rounding, come sooner there. Only what
+a method finds is measured so; what it costs is measured in eager torch (benchmarks.tables.cost).
 """
 
 import tempfile
