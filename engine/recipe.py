@@ -35,6 +35,7 @@ class Recipe(Settings):
     guidance_schedule: Literal["sigma", "constant"] = Field("sigma", description="eta times sigma_t, or eta")
     guide_last_step: bool = Field(False, description="push in the last step too, as printed")
     normalise: bool = Field(False, description="bring each sample's classifier gradient to root mean square 1")
+    gradient_blur: float = Field(0.0, ge=0, description="standard deviation that smooths the gradient, in latent cells")
     clip: Positive | None = Field(None, description="largest L2 norm of one sample's classifier gradient")
     loss: Literal["cross_entropy", "target_logit"] = "cross_entropy"
     temperature: float = Field(1.0, gt=0, description="logits are divided by it inside the loss")

@@ -113,6 +113,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"estimate": "paper", "guide_last_step": True, "paste": "clean", "mask_start": 0.0},
     {"proximity": "estimate", "lambda1": 0.02, "lambda2": 0.05, "clip": 0.5, "normalise": False},
     {"mask_reference": "reconstruction", "downsampling": "nearest", "guidance_schedule": "constant"},
+    {"gradient_blur": 1.5},
 ]
 
 

@@ -4,6 +4,7 @@ The world of most tests is Gaussian: pixels are latents, and the network is the 
 N(0, 0.5²), so nothing is trained and everything has a closed form.
 """
 
+import math
 import pathlib
 import threading
 from collections import Counter
@@ -22,7 +23,7 @@ from engine.prior import IdentityAutoencoder, Network, Prior, load_prior
 from engine.recipe import GradientName, Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
-from engine.trajectory import Originals, draw_noise, lead, trajectory
+from engine.trajectory import Originals, draw_noise, lead, shaped, trajectory
 from tests.engine.test_prior import save_ldm, save_sd3
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
@@ -301,6 +302,7 @@ def test_early_stop_saves_gradients_and_still_flips() -> None:
         {"guidance_schedule": "constant", "guide_last_step": True},
         {"proximity": "estimate", "lambda1": 0.01, "lambda2": 0.01},
         {"lambda1": 0.01, "lambda2": 0.01, "clip": 5.0},
+        {"gradient_blur": 2.0},
         {"loss": "target_logit", "temperature": 2.0},
         {"mask_start": 0.0},
         {"mask_reference": "reconstruction", "composite": "difference"},
@@ -323,6 +325,18 @@ def test_every_switch_works(settings: dict) -> None:
         outside = ~result.edit_masks[0].expand(3, -1, -1)
         assert torch.equal(result.images[0][outside], result.x0[outside])
         assert torch.isfinite(result.images).all() and result.logits[0, 1] > result.source_logits[1]
+
+
+def test_a_smoothed_gradient_pushes_alike_all_around_and_keeps_its_length() -> None:
+    spike = torch.zeros(2, 3, 17, 17)
+    spike[0, 1, 8, 8], spike[1] = 1.0, torch.arange(3.0).view(3, 1, 1)
+    smooth = shaped(spike, Recipe(gradient_blur=2.0))
+    assert smooth[0, 1].sum() == pytest.approx(1.0, abs=1e-5) and not smooth[0, [0, 2]].any()
+    assert smooth[0, 1, 8, 10] / smooth[0, 1, 8, 8] == pytest.approx(math.exp(-0.5), rel=1e-5)
+    assert torch.allclose(smooth[0, 1], smooth[0, 1].T) and torch.allclose(smooth[1], spike[1])
+    normalised = shaped(spike, Recipe(gradient_blur=2.0, normalise=True))
+    assert normalised[0].square().mean() == pytest.approx(1.0, abs=1e-5)  # smoothing comes first
+    assert shaped(spike, Recipe()) is spike
 
 
 def test_the_estimate_is_taken_before_the_step_unless_the_paper_is_read_literally() -> None:
