@@ -91,6 +91,19 @@ class Case:
         parts.append(hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest())
         return self.cache / self.world.name / row.name / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
+    def models(self, row: Row) -> dict[str, str]:
+        """What a record of this row was measured of. Surrogates are known by their recipes: distilled anew on another
+        machine they are the same up to rounding, and hardly to the bit."""
+        recipes = [one.recipe.model_dump(mode="json") for one in (self.surrogates.guide, self.surrogates.evaluator)]
+        return {
+            "row": row.name,
+            "prior": self.prior(row.space).content_hash,
+            "classifier": self.classifier.content_hash,
+            "oracle": self.oracle.content_hash,
+            "surrogates": hashlib.sha256(json.dumps(recipes, sort_keys=True).encode()).hexdigest(),
+            "perceptual": str(self.perceptual is not None),
+        }
+
     @cached_property
     def originals(self) -> Labelled:
         """The student's own training pictures."""

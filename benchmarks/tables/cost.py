@@ -10,12 +10,12 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from audit.explain import runners_up
 from audit.lpips import LPIPS
@@ -51,36 +51,73 @@ class Timing:
     """On ONNX Runtime in place of eager torch."""
 
 
-def cost_of(case: Case, row: Row, settings: AnySettings, timing: Timing) -> Figures:
-    """Table 3's columns for one method: medians over processes of their own.
+@dataclass(frozen=True)
+class Clock:
+    """One method whose cost is measured, in a folder that holds what its processes need and what they answered."""
 
-    Peak memory is that of the process less that of one which only loads the same models, plus their weights.
-    """
-    parts = [settings.digest, str(timing.batch), case.prior(row.space).content_hash, case.classifier.content_hash]
-    parts += [case.surrogates.guide.weights_hash, str(timing.lpips is not None), str(torch.get_num_threads())]
-    parts += ["onnx"] if timing.onnx else []
-    key = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
-    folder = case.cache / case.world.name / "timings" / f"{row.name}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    settings.save(folder / "settings.json")
-    (folder / "guide.safetensors").write_bytes(serialise(case.surrogates.guide.network))
-    if timing.onnx and not (folder / GRAPHS / MANIFEST).is_file():
-        prior, size = case.prior(row.space), (case.world.size, case.world.size)
-        assert isinstance(settings, Recipe)
-        batches = Batches.parse(f"1-{timing.batch}")
-        write_artifact(prior, case.surrogates.guide.network, settings, folder / GRAPHS, size=size, batches=batches)
-    base = once(folder / "load.json", lambda: spawn(case.world, row, folder, timing, load_only=True))
-    answers = [
-        once(folder / f"run-{number}.json", lambda: spawn(case.world, row, folder, timing))
-        for number in tqdm(range(TIMING_RUNS), desc=f"{case.world.name} {row.name}: timing", unit="run", leave=False)
-    ]
-    seconds = [answer["seconds"] for answer in answers]
-    peaks = [(max(0, answer["peak_rss"] - base["peak_rss"]) + answer["weights"]) / MB for answer in answers]
-    return {
-        "seconds_per_sample": Figure(statistics.median(seconds), min(seconds), max(seconds), len(seconds)),
-        "peak_mb": Figure(statistics.median(peaks), min(peaks), max(peaks), len(peaks)),
-        "network_calls": Figure(statistics.median(a["network_calls"] for a in answers), n=len(answers)),
-    }
+    case: Case
+    row: Row
+    settings: AnySettings
+    timing: Timing
+
+    @property
+    def name(self) -> str:
+        """Of the row in Table 3."""
+        return self.row.name + (ON_ONNX if self.timing.onnx else "")
+
+    @property
+    def of(self) -> dict[str, Any]:
+        """What the cost is measured of."""
+        return {
+            **self.case.models(self.row),
+            "settings": self.settings.model_dump(mode="json"),
+            "batch": self.timing.batch,
+            "runs": TIMING_RUNS,
+            "lpips": self.timing.lpips is not None,
+            "threads": torch.get_num_threads(),
+        }
+
+    @cached_property
+    def folder(self) -> Path:
+        """Made with the settings, the guide and, for ONNX Runtime, the graphs."""
+        case, row, settings, timing = self.case, self.row, self.settings, self.timing
+        key = hashlib.sha256(json.dumps([self.of, case.surrogates.guide.weights_hash]).encode()).hexdigest()[:16]
+        folder = case.cache / case.world.name / "timings" / f"{self.name}-{key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings.save(folder / "settings.json")
+        (folder / "guide.safetensors").write_bytes(serialise(case.surrogates.guide.network))
+        if timing.onnx and not (folder / GRAPHS / MANIFEST).is_file():
+            prior, size = case.prior(row.space), (case.world.size, case.world.size)
+            assert isinstance(settings, Recipe)
+            batches = Batches.parse(f"1-{timing.batch}")
+            write_artifact(prior, case.surrogates.guide.network, settings, folder / GRAPHS, size=size, batches=batches)
+        return folder
+
+    def loaded(self) -> dict[str, Any]:
+        """What a process answers that only loads the models."""
+        file, world = self.folder / "load.json", self.case.world
+        answer: dict[str, Any] = once(file, lambda: spawn(world, self.row, self.folder, self.timing, load_only=True))
+        return answer
+
+    def run(self, number: int) -> dict[str, Any]:
+        """What the process of one run answers; each is started once."""
+        file, world = self.folder / f"run-{number}.json", self.case.world
+        answer: dict[str, Any] = once(file, lambda: spawn(world, self.row, self.folder, self.timing))
+        return answer
+
+    def figures(self) -> Figures:
+        """Table 3's columns: medians over the runs.
+
+        Peak memory is that of the process less that of one which only loads the same models, plus their weights.
+        """
+        base, answers = self.loaded(), [self.run(number) for number in range(TIMING_RUNS)]
+        seconds = [answer["seconds"] for answer in answers]
+        peaks = [(max(0, answer["peak_rss"] - base["peak_rss"]) + answer["weights"]) / MB for answer in answers]
+        return {
+            "seconds_per_sample": Figure(statistics.median(seconds), min(seconds), max(seconds), len(seconds)),
+            "peak_mb": Figure(statistics.median(peaks), min(peaks), max(peaks), len(peaks)),
+            "network_calls": Figure(statistics.median(a["network_calls"] for a in answers), n=len(answers)),
+        }
 
 
 def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> Any:

@@ -35,7 +35,6 @@ SHORT: dict[str, dict[str, Any]] = {
 """Schedules of --short: a quarter of DiME's steps, half of ACE's and SCE's iterations. The tables say so. ACE's steps
 are twice as long then: 25 of 1/255 end before the portraits student is flipped, 50 of them or 25 of 2/255 do not."""
 
-HARMONISED = (0.7, 0.5, 0.35, 0.2, 0.1)
 CLEAN: dict[str, Any] = {
     "steps": 20,
     "normalise": True,
@@ -45,23 +44,24 @@ CLEAN: dict[str, Any] = {
     "feather": 0.5,
     "mask_reference": "reconstruction",
     "prune": True,
-    "second_pass": True,
-    "harmonise": HARMONISED,
+    "harmonise": (0.35, 0.2),
     "escalation": (1.0, 1.5, 2.25, 3.4, 5.0),
 }
-"""SCE-LITE-HQ with a normalised gradient, and with all that it can do to keep an edit small and on the prior.
+"""SCE-LITE-HQ with a normalised gradient, an edit pruned to what the flip needs and walked back onto the prior.
 
 A second counterfactual may use only what the first left alone, and needs more force: five tries in place of three."""
+SMOOTH: dict[str, Any] = {**CLEAN, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2}
+"""The same pushed along a smoothed gradient: for features that lie all over a picture, as a stain does."""
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     DEFAULT: (
         {},
-        {**CLEAN, "strength": 0.9, "eta": 0.1},
-        {**CLEAN, "strength": 0.9, "eta": 0.2},
-        {**CLEAN, "strength": 0.8, "eta": 0.3, "tau": 0.3},
-        {**CLEAN, "strength": 0.8, "eta": 0.2},
         {**CLEAN, "strength": 0.6, "eta": 0.3},
+        {**CLEAN, "strength": 0.8, "eta": 0.3, "tau": 0.3},
+        {**CLEAN, "strength": 0.5, "eta": 0.5},
+        {**SMOOTH, "strength": 0.25},
+        {**SMOOTH, "strength": 0.2},
     ),
     "dime": (
         {},

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,15 +14,17 @@ import torch
 from benchmarks.tables import __main__ as command
 from benchmarks.tables import cost as costs
 from benchmarks.tables import figures as judged
-from benchmarks.tables.__main__ import changes_of, fill
+from benchmarks.tables.__main__ import changes_of
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
 from benchmarks.tables.figures import Figure, measured
+from benchmarks.tables.filling import fill
 from benchmarks.tables.network import QuickForward
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
 from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
 from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, Column, Table, grid
+from benchmarks.tables.records import Records, as_figures, as_found
 from engine.errors import InputError, PriorError, RecipeError, WeightsError
 from engine.methods import METHODS, Method
 from engine.recipe import Recipe
@@ -46,7 +49,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(world, student, SurrogatePair(guide, evaluator), oracle, cache, batch=2, changes=changes)
 
 
-def asked_for(**changes: object) -> argparse.Namespace:
+def asked_for(records: Path, **changes: object) -> argparse.Namespace:
     given = {
         "world": "portraits",
         "n": 4,
@@ -59,9 +62,11 @@ def asked_for(**changes: object) -> argparse.Namespace:
         "short": False,
         "settings": None,
         "lpips": None,
+        "records": records,
         "json": None,
+        **changes,
     }
-    return argparse.Namespace(**{**given, **changes})
+    return argparse.Namespace(**given)
 
 
 # The plan --------------------------------------------------------------------------------------------------------
@@ -105,15 +110,15 @@ def test_the_papers_numbers_have_the_tables_columns() -> None:
 def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"dime": {"l1": 0.0}, "ace": {"iterations": [7]}}))
-    assert changes_of(asked_for()) == {}
-    changes = changes_of(asked_for(short=True, settings=file))
+    assert changes_of(asked_for(tmp_path)) == {}
+    changes = changes_of(asked_for(tmp_path, short=True, settings=file))
     assert changes["dime"] == {"steps": 50, "l1": 0.0} and changes["ace"] == {"iterations": [7], "step_size": 2 / 255}
     assert SHORT["dime"] == {"steps": 50}
     file.write_text(json.dumps({"time": {}}))
     with pytest.raises(RecipeError, match="no method 'time'"):
-        changes_of(asked_for(settings=file))
+        changes_of(asked_for(tmp_path, settings=file))
     with pytest.raises(InputError, match="cannot be read"):
-        changes_of(asked_for(settings=tmp_path / "none.json"))
+        changes_of(asked_for(tmp_path, settings=tmp_path / "none.json"))
 
 
 # Counterfactuals -------------------------------------------------------------------------------------------------
@@ -176,13 +181,13 @@ def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, mo
     row = Row.of("diffeocf")
     calls = counted(monkeypatch, "diffeocf")
     monkeypatch.setitem(CANDIDATES, "diffeocf", ({}, {"rate": 1e-9, "iterations": (1,)}, {"rate": 1.0}))
-    settings, trials = calibrate(case, row, trials=2, pictures=3)
+    chosen, trials = calibrate(case, row, trials=2, pictures=3)
     assert calls == [1, 1, 2, 2] and [trial["changes"] for trial in trials] == [{}, {"rate": 1e-9, "iterations": (1,)}]
     assert case.tried(row, CANDIDATES["diffeocf"][1]).tries == (60,)  # type: ignore[union-attr]  # what was asked for
     assert trials[1]["flip_rate"] <= trials[0]["flip_rate"] and trials[0]["score"] >= trials[1]["score"]
-    assert settings == case.start(row)
+    assert chosen == {}
     assert [trial["pictures"] for trial in trials] == [3, 3]
-    assert calibrate(case, row, trials=0, pictures=3) == (case.start(row), []) and len(calls) == 4
+    assert calibrate(case, row, trials=0, pictures=3) == ({}, []) and len(calls) == 4
 
 
 def test_only_the_best_two_candidates_see_all_pictures(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +200,8 @@ def test_only_the_best_two_candidates_see_all_pictures(case: Case, monkeypatch: 
     monkeypatch.setattr("benchmarks.tables.calibration.trial", trial)
     row = Row.of("diffeocf")
     monkeypatch.setitem(CANDIDATES, "diffeocf", tuple({"rate": rate} for rate in scores))
-    settings, trials = calibrate(case, row, trials=4, pictures=6)
-    assert settings == case.tried(row, {"rate": 0.04})
+    chosen, trials = calibrate(case, row, trials=4, pictures=6)
+    assert chosen == {"rate": 0.04}
     assert [trial["pictures"] for trial in trials] == [6, 2, 2, 6]  # the earlier of equals comes along
 
 
@@ -240,7 +245,7 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
         "ace@latent",
     ]
     monkeypatch.setitem(case.changes, "ace", {"iterations": (2,)})
-    files = ["--json", str(tmp_path / "tables.json"), "--results", str(tmp_path)]
+    files = ["--json", str(tmp_path / "tables.json"), "--results", str(tmp_path), "--records", str(tmp_path / "rows")]
     assert command.main([*few, *files]) == 0
     content = json.loads((tmp_path / "tables.json").read_text())
     assert {"na", "nafr", "sparsity", "diversity", "gain", "flip_rate"} <= content["table1"]["diffeocf"].keys()
@@ -255,10 +260,19 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
     assert {record["metric"] for record in records if not record["did_not_run"]} == {c.key for c in COLUMNS1}
     assert [record["row"] for record in records if record["did_not_run"] == why] == ["dive"]
     assert (tmp_path / "tables-portraits.png").is_file() and "## Table 1" in capsys.readouterr().out
+    # Nothing is measured where nothing is asked for, and what was measured is shown; a row that broke has no record.
+    for name in ("diffeocf", "ace"):
+        monkeypatch.setitem(METHODS, name, Method(name, METHODS[name].title, METHODS[name].defaults, broken))  # type: ignore[arg-type]
+    picture = (tmp_path / "tables-portraits.png").read_bytes()
+    asked = few.index("--methods") + 1
+    assert command.main([*few[:asked], *files]) == 0
+    shown = json.loads((tmp_path / "tables.json").read_text())
+    assert shown["table1"] == {name: row for name, row in content["table1"].items() if name != "dive"}
+    assert shown["did_not_run"] == {} and (tmp_path / "tables-portraits.png").read_bytes() == picture
 
 
 def test_rows_without_weights_stand_in_the_tables_with_the_file_and_the_command(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     missing = WeightsError("The embedded weights lack portraits/pixel. Rebuild it with `python -m worlds.train pixel`.")
 
@@ -266,7 +280,7 @@ def test_rows_without_weights_stand_in_the_tables_with_the_file_and_the_command(
         raise missing
 
     monkeypatch.setattr(Case, "prior", lacking)
-    found, tuned, picture = fill(case, asked_for(methods=["dime", "ace"], tables=[1, 2, 3]))
+    found, tuned, picture = fill(case, asked_for(tmp_path, methods=["dime", "ace"], tables=[1, 2, 3]))
     assert found[1].broken == found[3].broken == {"dime": str(missing), "ace": str(missing)}
     assert found[2].broken == dict.fromkeys(SOURCES, str(missing))  # SCE-LITE-HQ fills it, asked for or not
     assert (tuned, picture) == ({}, None)
@@ -326,11 +340,47 @@ def test_timings_are_medians_of_processes_that_are_not_started_twice(
 
     monkeypatch.setattr(costs, "spawn", spawn)
     row, timing = Row.of("diffeocf"), Timing(2)
-    cost: Callable[[], dict[str, Figure]] = lambda: costs.cost_of(case, row, case.start(row), timing)  # noqa: E731
+    cost: Callable[[], dict[str, Figure]] = lambda: costs.Clock(case, row, case.start(row), timing).figures()  # noqa: E731
     first = cost()
     assert first["seconds_per_sample"] == Figure(2.0, 1.0, 3.0, 3)
     assert first["peak_mb"].value == 70.0 and first["network_calls"].value == 41.0
     assert cost() == first  # the iterator is empty: nothing was started again
+
+
+def test_runs_of_different_rows_take_turns_and_a_row_without_calibration_is_timed_as_its_authors_run_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    turns: list[str] = []
+
+    def spawn(world: World, row: Row, folder: Path, timing: Timing, load_only: bool = False) -> dict[str, float]:
+        turns.append(f"{row.name}{' loads' if load_only else ''}")
+        return {"seconds": float(len(turns)), "network_calls": 7.0, "peak_rss": 160e6, "weights": 10e6}
+
+    monkeypatch.setattr(costs, "spawn", spawn)
+    asked = asked_for(tmp_path, methods=["dive", "diffeocf"], tables=[3])
+    found, tuned, _ = fill(dataclasses.replace(case, cache=tmp_path / "cache"), asked)
+    assert turns == ["diffeocf loads", "diffeocf", "dive loads", "dive", *["diffeocf", "dive"] * 2]
+    assert tuned["dive"]["trials"] is None and found[3].rows["diffeocf"]["network_calls"].value == 7.0
+    again, _, _ = fill(dataclasses.replace(case, cache=tmp_path / "other"), asked)
+    assert again[3].rows == found[3].rows and len(turns) == 8  # on record, so nothing is started
+    asked.timing_batch = 3
+    fill(dataclasses.replace(case, cache=tmp_path / "other"), asked)
+    assert len(turns) == 16  # another batch is another measurement
+
+
+def test_a_record_counts_only_for_what_it_was_measured_of(tmp_path: Path) -> None:
+    records, of = Records(tmp_path), {"settings": {"rate": (1, 2)}, "n": 4}
+    assert records.once("table1", "ace", of, None) is None
+    figures = {"na": Figure(0.5, 0.25, 0.75, 4), "gain": Figure(math.nan)}
+    assert records.once("table1", "ace", of, lambda: as_found(figures)) is not None
+    stored = records.once("table1", "ace", of, lambda: pytest.fail("it is on record"))
+    assert stored is not None
+    read = as_figures(stored)
+    assert read["na"] == figures["na"] and math.isnan(read["gain"].value) and read["gain"].upper == math.inf
+    assert records.once("table1", "ace", {**of, "n": 5}, None) is None
+    images = torch.linspace(0, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    records.keep_pictures("table1", "ace", images)
+    assert torch.allclose(records.pictures("table1", "ace", 16), images, atol=1 / 255)
 
 
 def test_a_process_of_its_own_measures_a_method(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,7 +407,7 @@ def test_the_guided_loop_is_timed_on_onnx_runtime_too(
     monkeypatch.setattr(costs, "TIMING_RUNS", 1)
     row = Row.of("sce-lite-hq")
     settings = case.start(row).changed(steps=3, escalation=(1.0,))
-    eager, onnx = (costs.cost_of(case, row, settings, Timing(2, onnx=onnx)) for onnx in (False, True))
+    eager, onnx = (costs.Clock(case, row, settings, Timing(2, onnx=onnx)).figures() for onnx in (False, True))
     assert onnx["network_calls"] == eager["network_calls"]
     graphs = list((case.cache / case.world.name / "timings").glob("*/graphs/manifest.json"))
     assert len(graphs) == 1

@@ -1,0 +1,213 @@
+"""The tables filled: each row from its record or measured now, and every row that was ever measured shown."""
+
+import argparse
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+import benchmarks.tables
+from benchmarks.tables.calibration import calibrate, calibration_of
+from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
+from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
+from benchmarks.tables.figures import measured
+from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
+from benchmarks.tables.plan import ROWS, SOURCES, Row
+from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, Table, grid
+from benchmarks.tables.records import Found, Records, as_figures, as_found
+from engine.errors import Cancelled, PfungstError
+from engine.methods import DEFAULT, AnySettings
+
+HOME = Path(benchmarks.tables.__file__).parents[2]
+OWN = Row.of(DEFAULT)
+
+
+def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], dict[str, Any], Image.Image | None]:
+    """(the tables that were asked for, every row's settings and trials, the picture grid).
+
+    A row that was asked for and cannot run, for want of weights or because its method breaks, stands in its tables with
+    the reason. A row that was not asked for is there if it has a record.
+    """
+    asked = [Row.of(text) for text in arguments.methods]
+    filling = Filling(case, Records(arguments.records / case.world.name), arguments, asked)
+    filling.tables = {number: table for number, table in filling.empty().items() if number in arguments.tables}
+    rows = [*(Row.of(text) for text in ROWS), *(row for row in asked if row.name not in ROWS)]
+    bar = tqdm(rows, desc=case.world.name, unit="method")
+    for row in bar:
+        bar.set_postfix_str(row.name)
+        filling.fill_row(row)
+    filling.fill_costs()
+    originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
+    return filling.tables, filling.tuned, grid(originals, filling.pictures) if filling.pictures else None
+
+
+@dataclass
+class Filling:
+    """One run of the command on one world."""
+
+    case: Case
+    records: Records
+    arguments: argparse.Namespace
+    asked: list[Row]
+    tables: dict[int, Table] = field(default_factory=dict)
+    tuned: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
+    clocks: list[Clock] = field(default_factory=list)
+
+    def fill_row(self, row: Row) -> None:
+        """Calibrates a row and measures its part of Tables 1 and 2; its cost is left for later."""
+        try:
+            settings = self.settings_of(row)
+            if settings is None:
+                return
+            if 1 in self.tables:
+                self.fill_methods(row, settings)
+            if 2 in self.tables and row == OWN:
+                self.fill_sources(settings)
+            if 3 in self.tables:
+                timing = Timing(self.arguments.timing_batch, self.arguments.lpips)
+                self.clocks.append(Clock(self.case, row, settings, timing))
+                if row == OWN:
+                    self.clocks.append(Clock(self.case, row, settings, replace(timing, onnx=True)))
+        except Cancelled:
+            raise
+        except (PfungstError, RuntimeError) as error:  # torch raises the latter, out of memory too
+            for number in ({1, 3} & self.tables.keys()) if row in self.asked else ():
+                self.tables[number].broken[row.name] = reason(error)
+            if 2 in self.tables and row == OWN and self.asked:
+                broken = {name: reason(error) for name in SOURCES if name not in self.tables[2].rows}
+                self.tables[2].broken |= broken
+
+    def settings_of(self, row: Row) -> AnySettings | None:
+        """The settings that calibration chose; None for a row that is not to be measured and has none on record.
+
+        A row that is asked for in Table 3 alone is timed with its method's own settings if it was never calibrated:
+        calibration would take longer than the timing by far.
+        """
+        case, trials, count = self.case, self.arguments.trials, self.arguments.calibration_images
+        first = row in self.asked and 1 in self.tables
+        needed = first or (row == OWN and bool(self.asked) and 2 in self.tables)
+
+        def work() -> Found:
+            changes, done = calibrate(case, row, trials, count)
+            return {"changes": changes, "trials": done}
+
+        of = calibration_of(case, row, trials, count)
+        found = self.records.once("calibration", row.name, of, work if needed else None)
+        if found is None and not (row in self.asked and 3 in self.tables):
+            return None
+        settings = case.start(row) if found is None else case.tried(row, found["changes"])
+        self.tuned[row.name] = {
+            "settings": settings.model_dump(mode="json"),
+            "trials": None if found is None else found["trials"],
+            "prior": row.space,
+        }
+        return settings
+
+    def fill_methods(self, row: Row, settings: AnySettings) -> None:
+        """Table 1's row of a method, and its counterfactuals in the grid."""
+
+        def work() -> Found:
+            data = self.case.world.sample(self.arguments.n, TEST_SEED)
+            sets = make_sets(self.case, row, settings, data.images)
+            found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
+            self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
+            return found
+
+        of = {**self.counterfactuals_of(row, settings), **self.gain_of()}
+        found = self.records.once("table1", row.name, of, work if row in self.asked else None)
+        if found is not None:
+            self.tables[1].rows[row.name] = as_figures(found)
+            self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
+
+    def fill_sources(self, settings: AnySettings) -> None:
+        """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source."""
+        table = self.tables[2]
+        for source in SOURCES:
+            recipe = settings.changed(gradient=source)
+
+            def work(recipe: AnySettings = recipe) -> Found:
+                data = self.case.world.sample(self.arguments.n, TEST_SEED)
+                sets = make_sets(self.case, OWN, recipe, data.images)
+                figures = measured(self.case, OWN, data, sets, repairs=0)
+                return as_found({column.key: figures[column.key] for column in COLUMNS2})
+
+            try:
+                of = self.counterfactuals_of(OWN, recipe)
+                found = self.records.once("table2", source, of, work if self.asked else None)
+                if found is not None:
+                    table.rows[source] = as_figures(found)
+            except Cancelled:
+                raise
+            except (PfungstError, RuntimeError) as error:
+                table.broken[source] = reason(error)
+
+    def fill_costs(self) -> None:
+        """Table 3. Runs take turns: the first of every row, then the second, so that a slow hour slows all alike."""
+        missing = [
+            clock
+            for clock in self.clocks
+            if clock.row in self.asked and self.records.once("table3", clock.name, clock.of, None) is None
+        ]
+        turns = [(number, clock) for number in range(TIMING_RUNS) for clock in missing]
+        for number, clock in tqdm(turns, desc=f"{self.case.world.name}: timing", unit="run", leave=False):
+            try:
+                if number == 0:
+                    clock.loaded()
+                clock.run(number)
+            except PfungstError as error:
+                self.tables[3].broken[clock.name] = reason(error)
+        for clock in self.clocks:
+            if clock.name in self.tables[3].broken:
+                continue
+            work = (lambda clock=clock: as_found(clock.figures())) if clock in missing else None
+            found = self.records.once("table3", clock.name, clock.of, work)
+            if found is not None:
+                self.tables[3].rows[clock.name] = as_figures(found)
+
+    def counterfactuals_of(self, row: Row, settings: AnySettings) -> dict[str, Any]:
+        """What a row's counterfactuals are made of, for its record."""
+        recipe = settings.model_dump(mode="json")
+        return {**self.case.models(row), "settings": recipe, "n": self.arguments.n, "seed": TEST_SEED}
+
+    def gain_of(self) -> dict[str, Any]:
+        """What the gain is measured of, for its record."""
+        test = [GAIN_TEST_SEED, N_GAIN_TEST]
+        return {"repairs": self.arguments.repairs, "repair": asdict(self.case.repair), "gain_test": test}
+
+    def empty(self) -> dict[int, Table]:
+        """The three tables without figures."""
+        world, n = self.case.world, self.arguments.n
+        titles = {row.name: row.title for row in (*(Row.of(text) for text in ROWS), *self.asked)}
+        return {
+            1: Table(
+                f"Table 1: methods on {world.name}, N = {n} (in brackets: the paper, {PAPER_ROW[world.name]})",
+                COLUMNS1,
+                PAPER1[world.name],
+                titles=titles,
+            ),
+            2: Table(
+                f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n} (in brackets: the paper, "
+                "CelebA-Blond)",
+                COLUMNS2,
+                PAPER2,
+                titles=SOURCES,
+            ),
+            3: Table(
+                f"Table 3: cost on {world.name}, one counterfactual each of a batch of {self.arguments.timing_batch}, "
+                f"CPU, median of {TIMING_RUNS} runs and their range (in brackets: the paper, one H100, batch not "
+                "stated)",
+                COLUMNS3,
+                PAPER3,
+                titles={**titles, OWN.name + ON_ONNX: f"{OWN.title}, ONNX Runtime"},
+            ),
+        }
+
+
+def reason(error: Exception) -> str:
+    """Why a row did not run, without the place where this project happens to lie."""
+    return str(error).replace(f"{HOME}/", "")
