@@ -1,36 +1,35 @@
-"""The paper's tables on an embedded world, all methods in one run: `python -m benchmarks.tables --world portraits`.
+"""The paper's tables on an embedded world, all methods side by side: `python -m benchmarks.tables --world portraits`.
 
 Table 1 compares methods, Table 2 gradient sources of SCE-LITE-HQ, Table 3 cost. Every method is tuned with the same
 budget: as many settings, its own defaults among them, on as many pictures, chosen by the same score. Counterfactuals
-are judged by the student's evaluator, never by a guide, on the same pictures and seeds for all.
+are judged by the student's evaluator, never by a guide, as pictures of 8 bits, on the same pictures and seeds for all.
 
-Every batch, trial, repair and timing is on the disk as soon as it is done; a run that was killed goes on from there. A
-row that cannot run, for want of weights or because its method breaks, stands in the tables with the reason.
+Every batch, trial, repair and timing is on the disk as soon as it is done; a run that was killed goes on from there.
+What is finished is kept as a record beside the results, so that the next run, on whatever machine, measures only what
+is missing: `--methods NAME …` measures these rows and shows all that are on record, `--methods` alone only shows them.
+A row that cannot run, for want of weights or because its method breaks, stands in the tables with the reason.
 `NAME@latent` runs a method on the world's latent prior instead of its own pixel-space diffusion.
 
     plan           rows, candidates of calibration          figures    Tables 1 and 2 in numbers
     paper          the paper's numbers                       cost       Table 3 in numbers
-    case           what is compared, counterfactuals         printing   Markdown, CSV, JSON, picture grid
-    calibration    the best candidate of a method            __main__   the command
+    case           what is compared, counterfactuals         filling    rows from records, or measured
+    calibration    the best candidate of a method            records    what is kept from run to run
+    network        the pixel-space network on ONNX Runtime   printing   Markdown, CSV, JSON, picture grid
 
-How long N = 100 takes for one world, a model from counted calls and not a measurement. A row makes 284 counterfactuals:
-200 for Table 1 (K = 2), 72 for calibration (6 settings, 12 pictures), 12 for Table 3. CPU seconds of one thread per
-picture: network 0.006 (portraits), 0.008 (histology) and 0.012 (pixels); with its backward pass 0.012, 0.016 and 0.024;
-gradient of classifier and decoder 0.023, 0.017 and 0.003. Two threads are taken to be 1.6 times as fast. Ranges are
-from one try to all tries of every picture.
+How long N = 100 takes for one world and one thread, as a model from counted calls. A row makes 240 counterfactuals: 200
+for Table 1 (K = 2) and 40 for calibration. On 2 cores a call of the pixel-space network took 0.013 s a picture, with
+its backward pass 0.042 s.
 
-                  calls of the network in one try     pixel-space prior    latent prior
-    sce-lite-hq   18, twice, and up to 37 harmonising                      4 to 12 min
-    fastdime      60                                  3 to 8 min           5 to 15 min
-    fastdime-2    120, 2+ likewise                    5 to 16 min          10 to 30 min
-    dime          1830                                1.1 to 3.3 h         0.6 to 2.3 h
-    ace           255, 250 of them back-propagated    18 min               15 min
-    sce           1000 back-propagated, up to         1.2 to 1.8 h         0.7 to 1.0 h
-                  1000 more for repainting
-    diffeocf      none, up to 500 gradients                                up to 35 min
-    dive          none, 20 to 80 gradients                                 1 to 5 min
+                  calls of the network in one try     about
+    fastdime      60 to 100                           15 min
+    fastdime-2    120 to 200, 2+ likewise             30 min
+    ace           255 or 510, nearly all of them      45 to 100 min
+                  back-propagated
+    sce           1000 back-propagated, up to 1000    3 to 4 h
+                  more for repainting
+    dime          820 to 3240                         1 to 4 h
+    sce-lite-hq, dive, diffeocf                       2 to 10 min
 
-The gain adds 3 fine-tunings, about 3 min, to each row. Table 2 makes 1600 more counterfactuals of SCE-LITE-HQ, some by
-72 gradients a step: 1 to 2 h. With --short DiME executes 15 steps (120 calls: 4 to 13 min on pixels), ACE half and SCE
-a quarter of their calls.
+The gain adds 5 fine-tunings, about 4 min, to each row. With --short DiME executes 15 steps (120 calls), ACE half and
+SCE a quarter of their calls.
 """

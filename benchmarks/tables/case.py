@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -26,10 +27,12 @@ from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
 from benchmarks.tables.network import QuickForward
 from benchmarks.tables.plan import MEMORY, SPACES, K, Row
 from engine.counterfactual import Cost, CounterfactualSet
+from engine.guidance import Model
 from engine.methods import METHODS, AnySettings
 from engine.methods.search import Perceptual
 from engine.prior import Prior
 from engine.surrogate import SurrogatePair
+from engine.tries import query
 from engine.writing import replacing, write_text
 from service.progress import distilling
 from worlds import World
@@ -84,12 +87,16 @@ class Case:
         chosen: list[int] = runners_up(self.classifier.probabilities(images))[1].tolist()
         return chosen
 
-    def folder(self, row: Row, settings: AnySettings, images: Tensor) -> Path:
-        """Where counterfactuals are kept; another model, setting or picture is another folder."""
-        parts = [settings.digest, self.prior(row.space).content_hash, self.classifier.content_hash]
-        parts += [self.surrogates.guide.weights_hash, str(self.perceptual is not None)]
+    @property
+    def trials(self) -> Path:
+        """Where counterfactuals are kept that nobody needs on another machine."""
+        return self.cache / self.world.name
+
+    def place(self, row: Row, settings: AnySettings, images: Tensor) -> Path:
+        """The folder of counterfactuals among others; another model, setting or picture is another folder."""
+        parts = [settings.digest, *self.models(row).values()]
         parts.append(hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest())
-        return self.cache / self.world.name / row.name / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+        return Path(row.name) / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def models(self, row: Row) -> dict[str, str]:
         """What a record of this row was measured of. Surrogates are known by their recipes: distilled anew on another
@@ -117,9 +124,14 @@ class Case:
         return self.world.sample(N_GAIN_TEST, GAIN_TEST_SEED)
 
 
-def make_sets(case: Case, row: Row, settings: AnySettings, images: Tensor) -> list[CounterfactualSet]:
-    """The counterfactuals of pictures by one method, each batch read from the disk or made and written there."""
-    folder = case.folder(row, settings, images)
+def make_sets(
+    case: Case, row: Row, settings: AnySettings, images: Tensor, root: Path | None = None
+) -> list[CounterfactualSet]:
+    """The counterfactuals of pictures by one method, each batch read from the disk or made and written there.
+
+    They lie under `root`, without one under the case's trials.
+    """
+    folder = (case.trials if root is None else root) / case.place(row, settings, images)
     sets: list[CounterfactualSet] = []
     targets = case.targets(images)
     title = f"{case.world.name} {row.name}"
@@ -138,22 +150,20 @@ def make_sets(case: Case, row: Row, settings: AnySettings, images: Tensor) -> li
                 perceptual=case.perceptual,
             )
             write_sets(made, file)
-        sets += read_sets(file, settings)
+        sets += read_sets(file, case.classifier, images[rows], settings)
     return sets
 
 
 def write_sets(sets: Sequence[CounterfactualSet], file: Path) -> None:
-    """A batch of counterfactual sets as one safetensors file, written under a temporary name."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: torch.stack([getattr(found, name) for found in sets]).contiguous()
-        for name in ("x0", "images", "soft_masks", "edit_masks", "logits", "source_logits")
-    }
+    """A batch of counterfactual sets as one safetensors file, written under a temporary name.
+
+    Pictures have 8 bits, as any that a person is shown, and edits one bit a pixel.
+    """
+    edits = np.packbits(torch.stack([found.edit_masks for found in sets]).numpy(), axis=-1)
+    images = torch.stack([found.images for found in sets]).mul(255).round().byte()
     rest = [
         {
-            "source": found.source,
             "target": found.target,
-            "flipped": found.flipped,
             "seed": found.seed,
             "factors": found.factors,
             "hashes": found.hashes,
@@ -163,20 +173,33 @@ def write_sets(sets: Sequence[CounterfactualSet], file: Path) -> None:
         for found in sets
     ]
     with replacing(file) as partial:
-        save_file(tensors, partial, {"sets": json.dumps(rest)})
+        save_file({"images": images, "edits": torch.from_numpy(edits)}, partial, {"sets": json.dumps(rest)})
 
 
-def read_sets(file: Path, settings: AnySettings) -> list[CounterfactualSet]:
-    """The counterfactual sets of a file that `write_sets` wrote."""
+def read_sets(file: Path, f: Model, x0: Tensor, settings: AnySettings) -> list[CounterfactualSet]:
+    """The counterfactual sets of a file that `write_sets` wrote; f is asked of the pictures as they are stored.
+
+    What flips only between two grey levels has not flipped.
+    """
     with safe_open(file, "pt") as stored:
         rest = json.loads(stored.metadata()["sets"])
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is not a mapping
+        rounded, bits = stored.get_tensor("images"), stored.get_tensor("edits")
+    edits = torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=x0.shape[-1])).bool()
+    images = torch.where(edits, rounded.to(x0.dtype) / 255, x0[:, None])
+    with torch.no_grad():
+        source_logits = query(f, x0)
+        logits = query(f, images.flatten(0, 1)).unflatten(0, images.shape[:2])
     return [
         CounterfactualSet(
-            **{name: tensor[b] for name, tensor in tensors.items()},
-            source=one["source"],
+            x0=x0[b],
+            source=int(source_logits[b].argmax()),
             target=one["target"],
-            flipped=tuple(one["flipped"]),
+            images=images[b],
+            soft_masks=edits[b].to(x0.dtype),
+            edit_masks=edits[b],
+            flipped=tuple((logits[b].argmax(1) == one["target"]).tolist()),
+            logits=logits[b],
+            source_logits=source_logits[b],
             seed=one["seed"],
             recipe=settings,
             factors=tuple(one["factors"]),

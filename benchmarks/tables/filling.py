@@ -1,6 +1,7 @@
 """The tables filled: each row from its record or measured now, and every row that was ever measured shown."""
 
 import argparse
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class Filling:
 
         def work() -> Found:
             data = self.case.world.sample(self.arguments.n, TEST_SEED)
-            sets = make_sets(self.case, row, settings, data.images)
+            sets = make_sets(self.case, row, settings, data.images, self.records.unfinished)
             found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
             return found
@@ -121,6 +122,7 @@ class Filling:
         of = {**self.counterfactuals_of(row, settings), **self.gain_of()}
         found = self.records.once("table1", row.name, of, work if row in self.asked else None)
         if found is not None:
+            shutil.rmtree(self.records.unfinished / row.name, ignore_errors=True)
             self.tables[1].rows[row.name] = as_figures(found)
             self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
 

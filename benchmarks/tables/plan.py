@@ -45,12 +45,13 @@ CLEAN: dict[str, Any] = {
     "mask_reference": "reconstruction",
     "prune": True,
     "harmonise": (0.35, 0.2),
+    "margin": 0.9,
     "escalation": (1.0, 1.5, 2.25, 3.4, 5.0),
 }
-"""SCE-LITE-HQ with a normalised gradient, an edit pruned to what the flip needs and walked back onto the prior.
+"""SCE-LITE-HQ with a normalised gradient, an edit pruned to what a sure flip needs and walked back onto the prior.
 
 A second counterfactual may use only what the first left alone, and needs more force: five tries in place of three."""
-SMOOTH: dict[str, Any] = {**CLEAN, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2}
+SMOOTH: dict[str, Any] = {**CLEAN, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2, "margin": 0.5}
 """The same pushed along a smoothed gradient: for features that lie all over a picture, as a stain does."""
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""

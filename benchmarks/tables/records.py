@@ -3,6 +3,7 @@
     FOLDER/WORLD/calibration/METHOD.json   the settings that were chosen, and every trial
     FOLDER/WORLD/table1/METHOD.json        figures, with the first counterfactuals as METHOD.png
     FOLDER/WORLD/table2/SOURCE.json, table3/METHOD.json
+    FOLDER/WORLD/unfinished/METHOD/         batches of counterfactuals, until their row of Table 1 is complete
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
 settings, pictures. Where any of that differs it counts for nothing, and the part is measured again. It knows nothing of
@@ -31,6 +32,11 @@ class Records:
     """The records of one world."""
 
     folder: Path
+
+    @property
+    def unfinished(self) -> Path:
+        """Where batches wait for the rest of their row; a later sitting goes on from them."""
+        return self.folder / "unfinished"
 
     def once(self, part: str, name: str, of: Mapping[str, Any], work: Callable[[], Found] | None) -> Found | None:
         """What was found of a part, from its record or by doing the work now; None where there is neither."""

@@ -145,7 +145,7 @@ def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_mad
     calls = counted(monkeypatch, "diffeocf")
     first = make_sets(case, row, settings, images)
     assert calls == [2, 2]
-    files = sorted(case.folder(row, settings, images).iterdir())
+    files = sorted((case.trials / case.place(row, settings, images)).iterdir())
     assert [file.name for file in files] == ["00000.safetensors", "00002.safetensors"]
     files[1].unlink()  # as if the run had been killed there
     again = make_sets(case, row, settings, images)
@@ -163,18 +163,30 @@ def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_mad
     assert calls == [2] * 5
 
 
-def test_a_set_survives_the_disk(case: Case, tmp_path: Path) -> None:
-    row = Row.of("diffeocf")
+def test_a_set_survives_the_disk_as_pictures_of_eight_bits_that_the_classifier_is_asked_about_again(
+    case: Case, tmp_path: Path
+) -> None:
+    row, file = Row.of("diffeocf"), tmp_path / "sets.safetensors"
     settings, images = case.start(row), case.world.sample(2, 6).images
     sets = METHODS["diffeocf"](
         case.prior("latent"), case.classifier, None, images, case.targets(images), settings, [0, 1]
     )
-    write_sets(sets, tmp_path / "sets.safetensors")
-    for one, other in zip(sets, read_sets(tmp_path / "sets.safetensors", settings), strict=True):
-        for name, value in vars(one).items():
-            stored = getattr(other, name)
-            assert torch.equal(value, stored) if isinstance(value, torch.Tensor) else value == stored, name
-    assert [file.name for file in tmp_path.iterdir()] == ["sets.safetensors"]
+    half = sets[0].edit_masks.clone()
+    half[..., :32] = False  # some of the picture is left alone
+    sets[0] = dataclasses.replace(sets[0], edit_masks=half)
+    write_sets(sets, file)
+    read = read_sets(file, case.classifier, images, settings)
+    for one, other in zip(sets, read, strict=True):
+        assert torch.equal(one.edit_masks, other.edit_masks) and torch.equal(one.x0, other.x0)
+        edit = one.edit_masks.expand_as(one.images)
+        assert torch.equal(other.images[edit].mul(255).round(), one.images[edit].mul(255).round())
+        assert torch.equal(other.images[~edit], one.x0.expand_as(one.images)[~edit])
+        assert (one.images[edit] - other.images[edit]).abs().max() <= 0.5 / 255 + 1e-6
+        asked = case.classifier(other.images).argmax(1) == one.target
+        assert other.flipped == tuple(asked.tolist())
+        for name in ("source", "target", "seed", "recipe", "factors", "hashes", "costs", "setup"):
+            assert getattr(one, name) == getattr(other, name), name
+    assert [found.name for found in tmp_path.iterdir()] == ["sets.safetensors"]
 
 
 def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +280,7 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
     assert command.main([*few[:asked], *files]) == 0
     shown = json.loads((tmp_path / "tables.json").read_text())
     assert shown["table1"] == {name: row for name, row in content["table1"].items() if name != "dive"}
+    assert not list((tmp_path / "rows" / "portraits" / "unfinished").iterdir())  # whole rows need no batches
     assert shown["did_not_run"] == {} and (tmp_path / "tables-portraits.png").read_bytes() == picture
 
 
