@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from audit.images import read_image
 from audit.pictures import save_png, to_pil
 from benchmarks.numbers import finite, write_numbers
 from benchmarks.tables.figures import Figure, Figures
@@ -59,7 +60,9 @@ class Records:
 
     def pictures(self, part: str, name: str, width: int) -> Tensor:
         """Images that were kept, each `width` pixels wide."""
-        return torch.stack(read_image(self.folder / part / f"{name}.png").split(width, dim=2))
+        with Image.open(self.folder / part / f"{name}.png") as picture:
+            pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+        return torch.stack(pixels.split(width, dim=2))
 
 
 def as_found(figures: Figures) -> Found:
