@@ -25,7 +25,7 @@ SOURCES: dict[str, str] = {
     "path_gradient": "IG without its factor: path gradient",
     "surrogate": "Smoothed classifier",
 }
-MEMORY: dict[str, dict[str, Any]] = {"ace": {"micro_batch": 4}, "sce": {"micro_batch": 2}}
+MEMORY: dict[str, dict[str, Any]] = {"ace": {"micro_batch": 4}, "sce": {"micro_batch": 4}}
 """Back-propagation through whole chains holds all of their activations."""
 SHORT: dict[str, dict[str, Any]] = {
     **{name: {"steps": 50} for name in ("dime", "fastdime", "fastdime-2", "fastdime-2+")},
