@@ -41,7 +41,8 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
     for row in bar:
         bar.set_postfix_str(row.name)
         filling.fill_row(row)
-    filling.fill_costs()
+    if 3 in filling.tables:
+        filling.fill_costs()
     originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
     return filling.tables, filling.tuned, grid(originals, filling.pictures) if filling.pictures else None
 

@@ -64,6 +64,10 @@ class Table:
     titles: dict[str, str] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
 
+    def has(self, row: str) -> bool:
+        """Whether a row was measured, or tried."""
+        return row in self.rows or row in self.broken
+
     def places(self, column: Column) -> dict[str, int]:
         """1 for the best rows of a column and 2 for the second best, by the number as it is printed."""
         values = {
