@@ -99,8 +99,11 @@ class Case:
         return Path(row.name) / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def models(self, row: Row) -> dict[str, str]:
-        """What a record of this row was measured of. Surrogates are known by their recipes: distilled anew on another
-        machine they are the same up to rounding, and hardly to the bit."""
+        """What a record of this row was measured of.
+
+        Surrogates are known by their recipes and not by their weights, or no record would outlive its machine. How far
+        two distillations by one recipe differ from machine to machine was not measured.
+        """
         recipes = [one.recipe.model_dump(mode="json") for one in (self.surrogates.guide, self.surrogates.evaluator)]
         return {
             "row": row.name,
