@@ -5,6 +5,7 @@ The caller names the weight file; nothing is downloaded. Keys: `net.conv{0..4}.w
 Shapes: B batch, H W height and width (at least 32), C channels of a layer.
 """
 
+from functools import cached_property
 from pathlib import Path
 
 import safetensors.torch
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from engine.errors import ImageError, WeightsError
+from engine.prior import content_hash
 
 SMALLEST = 32
 MEAN = (0.485, 0.456, 0.406)
@@ -67,6 +69,11 @@ class LPIPS(nn.Module):
                 raise WeightsError(f"the LPIPS weight file {path} does not fit: {name} is {found}")
         network.load_state_dict({**expected, **{name: value for name, value in state.items() if value is not None}})
         return network
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 over all weights."""
+        return content_hash(self)
 
     def forward(self, x: Tensor, x_cf: Tensor) -> Tensor:
         """Distance [B] between images [B, 3, H, W] in [0, 1]."""

@@ -29,7 +29,6 @@ from benchmarks.tables.plan import MEMORY, SPACES, K, Row
 from engine.counterfactual import Cost, CounterfactualSet
 from engine.guidance import Model
 from engine.methods import METHODS, AnySettings
-from engine.methods.search import Perceptual
 from engine.prior import Prior
 from engine.surrogate import SurrogatePair
 from engine.tries import query
@@ -59,7 +58,7 @@ class Case:
     batch: int = BATCH
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings by method that differ from the authors'."""
-    perceptual: Perceptual | None = None
+    perceptual: LPIPS | None = None
     repair: FinetuneSettings = field(default_factory=FinetuneSettings)
     """How the student is fine-tuned for the gain."""
     _priors: dict[str, Prior] = field(default_factory=dict, compare=False)
@@ -111,7 +110,7 @@ class Case:
             "classifier": self.classifier.content_hash,
             "oracle": self.oracle.content_hash,
             "surrogates": hashlib.sha256(json.dumps(recipes, sort_keys=True).encode()).hexdigest(),
-            "perceptual": str(self.perceptual is not None),
+            "perceptual": self.perceptual.content_hash if self.perceptual and has_perceptual_loss(row) else "False",
         }
 
     @cached_property
@@ -125,6 +124,11 @@ class Case:
     def tested(self) -> Sample:
         """Unpoisoned pictures for the gain."""
         return self.world.sample(N_GAIN_TEST, GAIN_TEST_SEED)
+
+
+def has_perceptual_loss(row: Row) -> bool:
+    """Whether a perceptual distance changes what the row's method finds."""
+    return "perceptual" in type(METHODS[row.method].defaults).model_fields
 
 
 def make_sets(

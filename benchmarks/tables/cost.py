@@ -73,7 +73,6 @@ class Clock:
             "settings": self.settings.model_dump(mode="json"),
             "batch": self.timing.batch,
             "runs": TIMING_RUNS,
-            "lpips": self.timing.lpips is not None,
             "threads": torch.get_num_threads(),
         }
 
