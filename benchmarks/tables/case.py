@@ -24,7 +24,7 @@ from audit.explain import Explainer, distil_pair, runners_up
 from audit.finetune import FinetuneSettings, Labelled
 from audit.lpips import LPIPS
 from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
-from benchmarks.tables.network import QuickForward
+from benchmarks.tables.network import QuickPrior
 from benchmarks.tables.plan import MEMORY, SPACES, K, Row
 from engine.counterfactual import Cost, CounterfactualSet
 from engine.guidance import Model
@@ -68,7 +68,7 @@ class Case:
         if space not in self._priors:
             prior = open_prior(self.world, part=SPACES[space])
             self._priors[space] = (
-                QuickForward(prior, self.surrogates.guide.network, self.world.size) if space == "pixel" else prior
+                QuickPrior(prior, self.surrogates.guide.network, self.world.size) if space == "pixel" else prior
             )
         return self._priors[space]
 

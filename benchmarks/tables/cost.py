@@ -1,7 +1,8 @@
 """The numbers of Table 3: time, memory and network calls, each run in a process of its own.
 
 Such a process holds the prior, the classifier, the guide and a few pictures, and nothing else that could hide a peak.
-All methods run in eager torch; SCE-LITE-HQ stands there a second time on ONNX Runtime, which no baseline can use.
+All methods run in eager torch; SCE-LITE-HQ stands there a second time on the product's ONNX Runtime, which runs no
+baseline.
 """
 
 import argparse
