@@ -100,8 +100,8 @@ class Case:
     def models(self, row: Row) -> dict[str, str]:
         """What a record of this row was measured of.
 
-        Surrogates are known by their recipes and not by their weights, or no record would outlive its machine. How far
-        two distillations by one recipe differ from machine to machine was not measured.
+        Surrogates are known by their recipes and not by their weights: those that the records were measured with are
+        shipped beside them. Whoever distils others should keep other records.
         """
         recipes = [one.recipe.model_dump(mode="json") for one in (self.surrogates.guide, self.surrogates.evaluator)]
         return {

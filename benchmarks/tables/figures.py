@@ -76,6 +76,15 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
     return figures
 
 
+def figure_of_truth(case: Case, data: Sample, factor: str) -> Figure:
+    """The sparsity of turning one factor over in the world itself, on pictures where that flips the student."""
+    turned = case.world.render(case.world.intervene(data.factors, flip=factor), data.images.shape[-1]).images
+    before, after = (case.classifier.probabilities(images).argmax(1) for images in (data.images, turned))
+    flips = before != after
+    delta = features(case.oracle, turned[flips]) - features(case.oracle, data.images[flips])
+    return Figure.of(mean_of(sparsity(delta.numpy())))
+
+
 def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:
     """The share of the student's group error that is gone after fine-tuning on this method's false counterfactuals.
 

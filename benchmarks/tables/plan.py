@@ -35,7 +35,7 @@ SHORT: dict[str, dict[str, Any]] = {
 """Schedules of --short: a quarter of DiME's steps, half of ACE's and SCE's iterations. The tables say so. ACE's steps
 are twice as long then: 25 of 1/255 end before the portraits student is flipped, 50 of them or 25 of 2/255 do not."""
 
-CLEAN: dict[str, Any] = {
+SURE: dict[str, Any] = {
     "steps": 20,
     "normalise": True,
     "lambda1": 0.5,
@@ -44,23 +44,24 @@ CLEAN: dict[str, Any] = {
     "feather": 0.5,
     "mask_reference": "reconstruction",
     "prune": True,
-    "harmonise": (0.35, 0.2),
-    "margin": 0.9,
     "escalation": (1.0, 1.5, 2.25, 3.4, 5.0),
 }
-"""SCE-LITE-HQ with a normalised gradient, an edit pruned to what a sure flip needs and walked back onto the prior.
+"""SCE-LITE-HQ with a normalised gradient and an edit pruned to what a sure flip needs.
 
 A second counterfactual may use only what the first left alone, and needs more force: five tries in place of three."""
-SMOOTH: dict[str, Any] = {**CLEAN, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2, "margin": 0.5}
-"""The same pushed along a smoothed gradient: for features that lie all over a picture, as a stain does."""
+REDRAWN: dict[str, Any] = {**SURE, "redraw": 1, "redraw_regions": (0.25,)}
+"""The same with the edit drawn anew by the prior: for features that are things, as hair is."""
+SMOOTH: dict[str, Any] = {**SURE, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2, "harmonise": (0.35, 0.2)}
+"""The same pushed along a smoothed gradient and walked back onto the prior: for features that lie all over a picture,
+as a stain does."""
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     DEFAULT: (
         {},
-        {**CLEAN, "strength": 0.6, "eta": 0.3},
-        {**CLEAN, "strength": 0.8, "eta": 0.3, "tau": 0.3},
-        {**CLEAN, "strength": 0.5, "eta": 0.5},
+        {**REDRAWN, "strength": 0.6, "eta": 0.3},
+        {**REDRAWN, "strength": 0.8, "eta": 0.3, "tau": 0.3},
+        {**REDRAWN, "strength": 0.6, "eta": 0.3, "redraw_regions": (0.5, 0.25)},
         {**SMOOTH, "strength": 0.25},
         {**SMOOTH, "strength": 0.2},
     ),

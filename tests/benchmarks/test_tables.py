@@ -20,7 +20,7 @@ from benchmarks.tables.__main__ import changes_of
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
-from benchmarks.tables.figures import Figure, measured
+from benchmarks.tables.figures import Figure, figure_of_truth, measured
 from benchmarks.tables.filling import fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
@@ -121,6 +121,13 @@ def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
         changes_of(asked_for(tmp_path, settings=file))
     with pytest.raises(InputError, match="cannot be read"):
         changes_of(asked_for(tmp_path, settings=tmp_path / "none.json"))
+
+
+def test_a_perfect_edit_of_the_confounder_is_sparser_than_one_of_the_label(case: Case) -> None:
+    data = case.world.sample(40, 1)
+    spurious, label = (figure_of_truth(case, data, factor) for factor in ("confounder", "label"))
+    assert 0 < spurious.n < 40  # the student heeds the confounder, but not always
+    assert 0.75 < spurious.value < 0.9 and label.value < 0.6
 
 
 # Counterfactuals -------------------------------------------------------------------------------------------------
