@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     write_results(arguments.results / f"tables-{world.name}", text, list(tables.values()), picture)
     if arguments.json:
         content: dict[str, Any] = {f"table{number}": table.as_dict() for number, table in tables.items()}
+        if 1 in tables and tables[1].beside is not None:
+            content["sparsity_on_same_pictures"] = tables[1].beside.as_dict()
         content["did_not_run"] = {row: why for table in tables.values() for row, why in table.broken.items()}
         content |= {"world": world.name, "n": arguments.n, "batch": arguments.timing_batch}
         content |= {"notes": said, "methods": tuned}

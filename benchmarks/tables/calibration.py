@@ -4,12 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from audit.classifier import HuggingFaceClassifier
 from audit.metrics import sparsity
-from benchmarks.quality import Run
-from benchmarks.tables.case import Case, make_sets, run_of
+from benchmarks.tables.case import Case, change, make_sets, run_of
 from benchmarks.tables.plan import CANDIDATES, Row
-from worlds.measure import features
 from worlds.world import Sample
 
 CALIBRATION_SEED = 810_001
@@ -65,9 +62,3 @@ def trial(case: Case, row: Row, changes: dict[str, Any], parts: list[Sample]) ->
         "nafr": float(confirmed.mean()),
         "score": float(np.where(confirmed, np.nan_to_num(sparse), 0.0).mean()),
     }
-
-
-def change(oracle: HuggingFaceClassifier, run: Run) -> np.ndarray:
-    """[N, D] how far each first counterfactual moved in the oracle's features."""
-    before, after = (features(oracle, x) for x in (run.data.images, run.images(0)))
-    return (after - before).numpy()

@@ -36,6 +36,7 @@ from engine.writing import replacing, write_text
 from service.progress import distilling
 from worlds import World
 from worlds.classifiers import RECIPES
+from worlds.measure import features
 from worlds.store import open_classifier, open_prior
 from worlds.world import Sample
 
@@ -225,6 +226,12 @@ def run_of(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) ->
         data,
         sets,
     )
+
+
+def change(oracle: HuggingFaceClassifier, run: Run, k: int = 0) -> np.ndarray:
+    """[N, D] how far each picture's counterfactual k moved in the oracle's features."""
+    before, after = (features(oracle, x) for x in (run.data.images, run.images(k)))
+    return (after - before).numpy()
 
 
 def open_case(

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from audit.metrics import (
 )
 from audit.teachers import Judgement, OracleTeacher, Pairs
 from benchmarks.quality import Run
-from benchmarks.tables.case import TEST_SEED, Case, once, run_of
+from benchmarks.tables.case import TEST_SEED, Case, change, once, run_of
 from benchmarks.tables.plan import K, Row
 from engine.counterfactual import CounterfactualSet
 from service.progress import counting
@@ -59,8 +60,7 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
     run = run_of(case, row, data, sets)
     flipped, confirmed = (np.stack([by(k) for k in range(K)], axis=1) for by in (run.flipped, run.confirmed))
     valid = flipped & confirmed
-    encoded = torch.stack([features(case.oracle, x) for x in (data.images, run.images(0), run.images(1))])
-    delta = (encoded[1:] - encoded[:1]).transpose(0, 1).numpy()
+    delta = np.stack([change(case.oracle, run, k) for k in range(K)], axis=1)
     first = valid[:, 0]
     figures = {
         "na": Figure.of(na(flipped[:, 0], confirmed[:, 0])),
@@ -71,9 +71,27 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
     figures["diversity"] = Figure.of(diversity(delta, valid).absolute)
     figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
     real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)
-    figures["realism"] = Figure(frechet_distance(real, encoded[1]), n=len(sets))
+    figures["realism"] = Figure(frechet_distance(real, features(case.oracle, run.images(0))), n=len(sets))
     figures["gain"] = gained(case, run, valid, repairs)
     return figures
+
+
+def sparsities(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) -> list[float | None]:
+    """The sparsity of each picture's first counterfactual, None where that is no valid flip."""
+    run = run_of(case, row, data, sets)
+    valid = run.flipped(0) & run.confirmed(0)
+    return [float(s) if good else None for s, good in zip(sparsity(change(case.oracle, run)), valid, strict=True)]
+
+
+def on_same_pictures(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Figures:
+    """Our sparsity and theirs on pictures that both flip validly.
+
+    A method that flips only what a small edit flips has the sparsity of easy pictures; side by side it has not.
+    """
+    both = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    columns = {"ours": [a for a, _ in both], "theirs": [b for _, b in both], "lead": [a - b for a, b in both]}
+    figures = {name: Figure.of(mean_of(values)) for name, values in columns.items()}
+    return {"pictures": Figure(float(len(both)), n=len(both)), **figures}
 
 
 def figure_of_truth(case: Case, data: Sample, factor: str) -> Figure:

@@ -15,16 +15,18 @@ import benchmarks.tables
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
-from benchmarks.tables.figures import measured
+from benchmarks.tables.figures import measured, on_same_pictures, sparsities
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
 from benchmarks.tables.plan import ROWS, SOURCES, Row
-from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, Table, grid
+from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, SAME, Table, grid
 from benchmarks.tables.records import Found, Records, as_figures, as_found
 from engine.errors import Cancelled, PfungstError
 from engine.methods import DEFAULT, AnySettings
 
 HOME = Path(benchmarks.tables.__file__).parents[2]
 OWN = Row.of(DEFAULT)
+EACH = "sparsities"
+"""In a record of Table 1, beside its figures: the sparsity of each picture."""
 
 
 def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], dict[str, Any], Image.Image | None]:
@@ -41,6 +43,7 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
     for row in bar:
         bar.set_postfix_str(row.name)
         filling.fill_row(row)
+    filling.compare_sparsity()
     if 3 in filling.tables:
         filling.fill_costs()
     originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
@@ -59,6 +62,8 @@ class Filling:
     tuned: dict[str, Any] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     clocks: list[Clock] = field(default_factory=list)
+    sparse: dict[str, list[float | None]] = field(default_factory=dict)
+    """By row: the sparsity of each picture's first counterfactual, None where that is no valid flip."""
 
     def fill_row(self, row: Row) -> None:
         """Calibrates a row and measures its part of Tables 1 and 2; its cost is left for later."""
@@ -117,6 +122,7 @@ class Filling:
             data = self.case.world.sample(self.arguments.n, TEST_SEED)
             sets = make_sets(self.case, row, settings, data.images, self.records.unfinished)
             found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
+            found[EACH] = sparsities(self.case, row, data, sets)
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
             return found
 
@@ -124,8 +130,21 @@ class Filling:
         found = self.records.once("table1", row.name, of, work if row in self.asked else None)
         if found is not None:
             shutil.rmtree(self.records.unfinished / row.name, ignore_errors=True)
-            self.tables[1].rows[row.name] = as_figures(found)
+            self.tables[1].rows[row.name] = as_figures({name: one for name, one in found.items() if name != EACH})
+            self.sparse[row.name] = found[EACH]
             self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
+
+    def compare_sparsity(self) -> None:
+        """Beside Table 1: every row's sparsity and SCE-LITE-HQ's on the pictures that both flip validly."""
+        if 1 in self.tables and OWN.name in self.sparse:
+            ours = self.sparse[OWN.name]
+            self.tables[1].beside = Table(
+                f"Sparsity on {self.case.world.name}, on the pictures that a method and SCE-LITE-HQ both flip validly",
+                SAME,
+                {},
+                rows={name: on_same_pictures(ours, its) for name, its in self.sparse.items() if name != OWN.name},
+                titles=self.tables[1].titles,
+            )
 
     def fill_sources(self, settings: AnySettings) -> None:
         """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source."""

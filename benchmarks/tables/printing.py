@@ -29,6 +29,8 @@ class Column:
     more: bool = True
     percent: bool = True
     digits: int = 1
+    ranked: bool = True
+    """Whether its best and second best are marked."""
 
     def text(self, value: float) -> str:
         """A value as it stands in the table."""
@@ -46,6 +48,12 @@ COLUMNS1 = (
     Column("realism", "Fréchet", more=False, percent=False, digits=2),
 )
 COLUMNS2 = tuple(c for key in ("nafr", "na", "sparsity", "diversity") for c in COLUMNS1 if c.key == key)
+SAME = (
+    Column("pictures", "pictures", percent=False, digits=0, ranked=False),
+    Column("theirs", "its sparsity", ranked=False),
+    Column("ours", "SCE-LITE-HQ's", ranked=False),
+    Column("lead", "difference", ranked=False),
+)
 COLUMNS3 = (
     Column("seconds_per_sample", "seconds per sample", more=False, percent=False, digits=2),
     Column("peak_mb", "peak MB", more=False, percent=False, digits=0),
@@ -63,6 +71,8 @@ class Table:
     rows: dict[str, Figures] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
+    beside: "Table | None" = None
+    """What is printed under it."""
 
     def has(self, row: str) -> bool:
         """Whether a row was measured, or tried."""
@@ -70,6 +80,8 @@ class Table:
 
     def places(self, column: Column) -> dict[str, int]:
         """1 for the best rows of a column and 2 for the second best, by the number as it is printed."""
+        if not column.ranked:
+            return {}
         values = {
             row: round(figures[column.key].value, column.digits + (2 if column.percent else 0))
             for row, figures in self.rows.items()
@@ -80,7 +92,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table with intervals, the paper's number in brackets, the best bold and the second underlined."""
-        head = ["", *(f"{c.heading} {'↑' if c.more else '↓'}" for c in self.columns)]
+        head = ["", *(c.heading + (f" {'↑' if c.more else '↓'}" if c.ranked else "") for c in self.columns)]
         lines = [f"## {self.title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         places = {column.key: self.places(column) for column in self.columns}
         for row, figures in self.rows.items():
@@ -90,19 +102,25 @@ class Table:
                 text = column.text(figure.value)
                 text = {1: f"**{text}**", 2: f"<u>{text}</u>"}.get(places[column.key].get(row, 0), text)
                 if math.isfinite(figure.value) and math.isfinite(figure.lower) and math.isfinite(figure.upper):
-                    text += f" <sub>{column.text(figure.lower)}–{column.text(figure.upper)}</sub>"
+                    to = " to " if figure.lower < 0 else "–"
+                    text += f" <sub>{column.text(figure.lower)}{to}{column.text(figure.upper)}</sub>"
                 paper = self.paper.get(row, {}).get(column.key)
                 cells.append(text + (f" ({column.text(paper)})" if paper is not None else ""))
             lines.append(f"| {' | '.join(cells)} |")
         for row, reason in self.broken.items():
             said = " ".join(reason.split()).replace("|", "\\|")
             lines.append(f"| {self.titles.get(row, row)} | did not run: {said} |{' |' * (len(self.columns) - 1)}")
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines) + "\n" + ("" if self.beside is None else "\n" + self.beside.markdown())
 
     def records(self) -> list[dict[str, Any]]:
         """One record per number, for CSV; one without a number for a row that did not run."""
         broken = [{"table": self.title, "row": row, "did_not_run": why} for row, why in self.broken.items()]
-        return broken + [
+        beside = [] if self.beside is None else self.beside.records()
+        return [*broken, *self.measured(), *beside]
+
+    def measured(self) -> list[dict[str, Any]]:
+        """One record per number of this table alone."""
+        return [
             {
                 "table": self.title,
                 "row": row,

@@ -20,7 +20,7 @@ from benchmarks.tables.__main__ import changes_of
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
-from benchmarks.tables.figures import Figure, figure_of_truth, measured
+from benchmarks.tables.figures import Figure, figure_of_truth, measured, on_same_pictures
 from benchmarks.tables.filling import fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
@@ -121,6 +121,25 @@ def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
         changes_of(asked_for(tmp_path, settings=file))
     with pytest.raises(InputError, match="cannot be read"):
         changes_of(asked_for(tmp_path, settings=tmp_path / "none.json"))
+
+
+def test_sparsity_is_compared_on_pictures_that_both_flip() -> None:
+    ours, theirs = [0.9, 0.6, 0.8, None], [0.8, None, 0.75, 0.9]
+    figures = on_same_pictures(ours, theirs)  # by the means alone theirs would be ahead
+    assert figures["pictures"].value == 2 and figures["lead"].n == 2
+    assert figures["ours"].value == pytest.approx(0.85) and figures["theirs"].value == pytest.approx(0.775)
+    assert figures["lead"].value == pytest.approx(0.075)
+    assert math.isnan(on_same_pictures([None], [0.5])["lead"].value)
+
+
+def test_a_table_prints_what_stands_beside_it() -> None:
+    beside = Table(
+        "beside", (Column("lead", "difference", ranked=False),), {}, rows={"ace": {"lead": Figure(0.5, -0.1, 0.9)}}
+    )
+    table = Table("above", (Column("na", "NA"),), {}, rows={"ace": {"na": Figure(0.5)}}, beside=beside)
+    assert table.markdown().endswith("|  | difference |\n|---|---|\n| ace | 50.0 <sub>-10.0 to 90.0</sub> |\n")
+    assert [record["table"] for record in table.records()] == ["above", "beside"]
+    assert beside.records()[0]["place"] is None
 
 
 def test_a_perfect_edit_of_the_confounder_is_sparser_than_one_of_the_label(case: Case) -> None:
