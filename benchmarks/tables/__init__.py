@@ -17,15 +17,15 @@ A row that cannot run, for want of weights or because its method breaks, stands 
     network        the pixel-space network on ONNX Runtime   printing   Markdown, CSV, JSON, picture grid
 
 How long N = 100 takes for one world and one thread, as a model from counted calls. A row makes 240 counterfactuals: 200
-for Table 1 (K = 2) and 40 for calibration. On 2 cores a call of the pixel-space network took 0.013 s a picture, with
-its backward pass 0.042 s.
+for Table 1 (K = 2) and 40 for calibration. A call of the pixel-space network took 0.012 s a picture alone on 2 cores,
+and 0.033 s with its backward pass beside another such process.
 
                   calls of the network in one try     about
     fastdime      60 to 100                           15 min
     fastdime-2    120 to 200, 2+ likewise             30 min
-    ace           255 or 510, nearly all of them      45 to 100 min
+    ace           255 or 510, nearly all of them      35 to 70 min
                   back-propagated
-    sce           1000 back-propagated, up to 1000    3 to 4 h
+    sce           1000 back-propagated, up to 1000    2 to 3 h
                   more for repainting
     dime          820 to 3240                         1 to 4 h
     sce-lite-hq, dive, diffeocf                       2 to 10 min
