@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     waiting = [Row.of(name).title for name in ROWS if 1 in tables and not tables[1].has(name)]
     if waiting:
         said.append(f"Not measured yet, so no place is final: {', '.join(waiting)}.")
+    untuned = [Row.of(name).title for name, found in tuned.items() if found["trials"] is None]
+    if untuned:
+        said.append(f"Timed with the authors' settings, not being tuned yet: {', '.join(untuned)}.")
     text = "\n".join([f"# The paper's tables on {world.name}", "", *(f"* {line}" for line in said), ""])
     text += "\n" + "\n".join(table.markdown() for table in tables.values())
     print(text)

@@ -47,7 +47,9 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
     if 3 in filling.tables:
         filling.fill_costs()
     originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
-    return filling.tables, filling.tuned, grid(originals, filling.pictures) if filling.pictures else None
+    shown = {row.name for row in rows if any(table.has(row.name) for table in filling.tables.values())}
+    tuned = {name: settings for name, settings in filling.tuned.items() if name in shown}
+    return filling.tables, tuned, grid(originals, filling.pictures) if filling.pictures else None
 
 
 @dataclass
@@ -92,8 +94,8 @@ class Filling:
     def settings_of(self, row: Row) -> AnySettings | None:
         """The settings that calibration chose; None for a row that is not to be measured and has none on record.
 
-        A row that is asked for in Table 3 alone is timed with its method's own settings if it was never calibrated:
-        calibration would take longer than the timing by far.
+        In Table 3 a row that was never calibrated stands with its method's own settings: calibration would take longer
+        than the timing by far.
         """
         case, trials, count = self.case, self.arguments.trials, self.arguments.calibration_images
         first = row in self.asked and 1 in self.tables
@@ -105,7 +107,7 @@ class Filling:
 
         of = calibration_of(case, row, trials, count)
         found = self.records.once("calibration", row.name, of, work if needed else None)
-        if found is None and not (row in self.asked and 3 in self.tables):
+        if found is None and 3 not in self.tables:
             return None
         settings = case.start(row) if found is None else case.tried(row, found["changes"])
         self.tuned[row.name] = {
@@ -151,6 +153,9 @@ class Filling:
         table = self.tables[2]
         for source in SOURCES:
             recipe = settings.changed(gradient=source)
+            if recipe == settings and 1 in self.tables and OWN.name in self.tables[1].rows:  # it is the row of Table 1
+                table.rows[source] = {c.key: self.tables[1].rows[OWN.name][c.key] for c in COLUMNS2}
+                continue
 
             def work(recipe: AnySettings = recipe) -> Found:
                 data = self.case.world.sample(self.arguments.n, TEST_SEED)
