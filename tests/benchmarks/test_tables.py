@@ -467,6 +467,9 @@ def test_the_pixel_network_on_onnx_runtime_is_the_same_network() -> None:
     with torch.no_grad():
         assert not torch.equal(quick.predict(z, t), prior.predict(z, t))  # it is another program
         assert torch.allclose(quick.predict(z, t), prior.predict(z, t), atol=1e-4)
+    seen = z.requires_grad_(True)  # a shape that was asked for a few times is not worth tracing
+    (gradient,) = torch.autograd.grad(quick.predict(seen, t).sum(), seen)
+    assert torch.equal(gradient, torch.autograd.grad(prior.predict(seen, t).sum(), seen)[0])
 
 
 class SmallNetwork(nn.Module):
