@@ -117,12 +117,16 @@ def distil_pair(
     images: Tensor,
     cache: Path,
     *,
+    images_hash: str | None = None,
     guide: SurrogateRecipe = GUIDE,
     evaluator: SurrogateRecipe = EVALUATOR,
     progress: Callable[[str, int, int], None] | None = None,
     cancel: CancelToken | None = None,
 ) -> SurrogatePair:
-    """Guide and evaluator of a classifier, distilled on images by queries alone, or read from the cache."""
+    """Guide and evaluator of a classifier, distilled on images by queries alone, or read from the cache.
+
+    `images_hash` is as in engine.surrogate_cache.distil_cached.
+    """
 
     def one(recipe: SurrogateRecipe) -> Surrogate:
         return distil_cached(
@@ -131,6 +135,7 @@ def distil_pair(
             recipe,
             classifier_hash=classifier.content_hash,
             folder=cache,
+            images_hash=images_hash,
             progress=None if progress is None else lambda done, steps: progress(recipe.role, done, steps),
             cancel=None if cancel is None else cancel.is_set,
         )

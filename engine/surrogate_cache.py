@@ -41,6 +41,7 @@ def distil_cached(
     *,
     classifier_hash: str,
     folder: Path | str,
+    images_hash: str | None = None,
     network: nn.Module | None = None,
     query_batch: int = 64,
     device: torch.device | str = "cpu",
@@ -50,9 +51,10 @@ def distil_cached(
     """`distil`, or the stored result of the same classifier, images and recipe: then f is not asked at all.
 
     A stored surrogate whose hashes do not fit is distilled again. Files appear under their name only when complete.
+    `images_hash` stands for the images where they are known by something better than their values.
     """
     folder = Path(folder)
-    key = cache_key(classifier_hash, hash_images(images), recipe, network)
+    key = cache_key(classifier_hash, images_hash or hash_images(images), recipe, network)
     stored = _load(folder, key, recipe, network, device)
     if stored is not None:
         return stored

@@ -51,7 +51,7 @@ def ranked(done: list[dict[str, Any]]) -> list[int]:
 def trial(case: Case, row: Row, changes: dict[str, Any], parts: list[Sample]) -> dict[str, Any]:
     """What a candidate did on all parts of the pictures, each of which is made once."""
     settings = case.tried(row, changes).changed(k=1)
-    runs = [run_of(case, row, data, make_sets(case, row, settings, data.images)) for data in parts]
+    runs = [run_of(case, row, data, make_sets(case, row, settings, data)) for data in parts]
     flipped = np.concatenate([run.flipped(0) for run in runs])
     confirmed = np.concatenate([run.flipped(0) & run.confirmed(0) for run in runs])
     sparse = np.concatenate([sparsity(change(case.oracle, run)) for run in runs])

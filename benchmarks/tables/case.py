@@ -92,10 +92,9 @@ class Case:
         """Where counterfactuals are kept that nobody needs on another machine."""
         return self.cache / self.world.name
 
-    def place(self, row: Row, settings: AnySettings, images: Tensor) -> Path:
+    def place(self, row: Row, settings: AnySettings, data: Sample) -> Path:
         """The folder of counterfactuals among others; another model, setting or picture is another folder."""
-        parts = [settings.digest, *self.models(row).values()]
-        parts.append(hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest())
+        parts = [settings.digest, *self.models(row).values(), hash_of_causes(data)]
         return Path(row.name) / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def models(self, row: Row) -> dict[str, str]:
@@ -132,15 +131,24 @@ def has_perceptual_loss(row: Row) -> bool:
     return "perceptual" in type(METHODS[row.method].defaults).model_fields
 
 
+def hash_of_causes(data: Sample) -> str:
+    """SHA-256 over what pictures of a world were rendered from.
+
+    Processors round differently, so that a few grey levels of the same pictures are others on another machine. What was
+    made of them is to be found there nevertheless.
+    """
+    return hashlib.sha256(data.factors.round(6).to_csv(index=False).encode()).hexdigest()
+
+
 def make_sets(
-    case: Case, row: Row, settings: AnySettings, images: Tensor, root: Path | None = None
+    case: Case, row: Row, settings: AnySettings, data: Sample, root: Path | None = None
 ) -> list[CounterfactualSet]:
     """The counterfactuals of pictures by one method, each batch read from the disk or made and written there.
 
     They lie under `root`, without one under the case's trials.
     """
-    folder = (case.trials if root is None else root) / case.place(row, settings, images)
-    sets: list[CounterfactualSet] = []
+    folder = (case.trials if root is None else root) / case.place(row, settings, data)
+    images, sets = data.images, list[CounterfactualSet]()
     targets = case.targets(images)
     title = f"{case.world.name} {row.name}"
     for start in tqdm(range(0, len(images), case.batch), desc=title, unit="batch", leave=False):
@@ -246,9 +254,9 @@ def open_case(
 ) -> Case:
     """The student of a world with its surrogates, from their folder or distilled now."""
     classifier = open_classifier(world, "student")
-    pictures = world.sample(DISTIL_IMAGES, DISTIL_SEED).images
+    data = world.sample(DISTIL_IMAGES, DISTIL_SEED)
     with distilling() as report:
-        pair = distil_pair(classifier, pictures, surrogates, progress=report)
+        pair = distil_pair(classifier, data.images, surrogates, images_hash=hash_of_causes(data), progress=report)
     repair = FinetuneSettings() if repair_steps is None else FinetuneSettings(steps=repair_steps)
     perceptual = LPIPS.load(lpips) if lpips else None
     oracle = open_classifier(world, "oracle")

@@ -67,7 +67,9 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
         "nafr": Figure.of(nafr(flipped[:, 0], confirmed[:, 0])),
         "flip_rate": Figure.of(flip_rate(flipped[:, 0])),
     }
-    figures["sparsity"] = Figure.of(mean_of(sparsity(delta[first, 0]) if first.any() else []))
+    every = sparsity(delta[:, 0])
+    figures["sparsity"] = Figure.of(mean_of(every[first]))
+    figures["sparsity_all"] = Figure.of(mean_of(every))
     figures["diversity"] = Figure.of(diversity(delta, valid).absolute)
     figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
     real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)

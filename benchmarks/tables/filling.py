@@ -122,7 +122,7 @@ class Filling:
 
         def work() -> Found:
             data = self.case.world.sample(self.arguments.n, TEST_SEED)
-            sets = make_sets(self.case, row, settings, data.images, self.records.unfinished)
+            sets = make_sets(self.case, row, settings, data, self.records.unfinished)
             found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
             found[EACH] = sparsities(self.case, row, data, sets)
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
@@ -159,7 +159,7 @@ class Filling:
 
             def work(recipe: AnySettings = recipe) -> Found:
                 data = self.case.world.sample(self.arguments.n, TEST_SEED)
-                sets = make_sets(self.case, OWN, recipe, data.images)
+                sets = make_sets(self.case, OWN, recipe, data)
                 figures = measured(self.case, OWN, data, sets, repairs=0)
                 return as_found({column.key: figures[column.key] for column in COLUMNS2})
 

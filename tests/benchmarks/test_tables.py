@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from audit.metrics import sparsity
 from benchmarks.tables import __main__ as command
 from benchmarks.tables import cost as costs
 from benchmarks.tables import figures as judged
 from benchmarks.tables.__main__ import changes_of
 from benchmarks.tables.calibration import calibrate
-from benchmarks.tables.case import Case, make_sets, read_sets, run_of, write_sets
+from benchmarks.tables.case import Case, change, hash_of_causes, make_sets, open_case, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
 from benchmarks.tables.figures import Figure, figure_of_truth, measured, on_same_pictures
 from benchmarks.tables.filling import fill
@@ -169,14 +170,14 @@ def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_mad
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Row.of("diffeocf")
-    settings, images = case.start(row), case.world.sample(4, 5).images
+    settings, data = case.start(row), case.world.sample(4, 5)
     calls = counted(monkeypatch, "diffeocf")
-    first = make_sets(case, row, settings, images)
+    first = make_sets(case, row, settings, data)
     assert calls == [2, 2]
-    files = sorted((case.trials / case.place(row, settings, images)).iterdir())
+    files = sorted((case.trials / case.place(row, settings, data)).iterdir())
     assert [file.name for file in files] == ["00000.safetensors", "00002.safetensors"]
     files[1].unlink()  # as if the run had been killed there
-    again = make_sets(case, row, settings, images)
+    again = make_sets(case, row, settings, data)
     assert calls == [2, 2, 2]
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.images, other.images) and torch.equal(one.edit_masks, other.edit_masks)
@@ -187,8 +188,29 @@ def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_mad
             other.hashes,
             other.factors,
         )
-    make_sets(case, row, settings.changed(rate=0.04), images)  # another setting is another folder
+    make_sets(case, row, settings.changed(rate=0.04), data)  # another setting is another folder
     assert calls == [2] * 5
+
+
+def test_pictures_are_known_by_their_causes_so_that_another_rounding_finds_what_was_made_of_them(case: Case) -> None:
+    data = case.world.sample(3, 5)
+    elsewhere = dataclasses.replace(data, images=(data.images - 1 / 255).clamp_min(0))
+    others = case.world.sample(3, 6)
+    row = Row.of("diffeocf")
+    here, there, other = (case.place(row, case.start(row), one) for one in (data, elsewhere, others))
+    assert here == there != other
+    assert hash_of_causes(data.pick(slice(2))) != hash_of_causes(data)
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_the_shipped_surrogates_are_found_on_any_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.surrogate_cache.distil", lambda *_, **__: pytest.fail("it is shipped"))
+    case = open_case(WORLDS[name], tmp_path, command.SURROGATES)
+    images = WORLDS[name].sample(200, 7).images
+    said = [f(images).argmax(1) for f in (case.classifier, case.surrogates.guide, case.surrogates.evaluator)]
+    assert all((one == said[0]).float().mean() > 0.8 for one in said)  # of this world, and not of the other
 
 
 def test_a_set_survives_the_disk_as_pictures_of_eight_bits_that_the_classifier_is_asked_about_again(
@@ -249,13 +271,15 @@ def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, data = Row.of("diffeocf"), case.world.sample(4, 5)
-    sets = make_sets(case, row, case.start(row), data.images)
+    sets = make_sets(case, row, case.start(row), data)
     figures = measured(case, row, data, sets, repairs=0)
     assert set(figures) == {column.key for column in COLUMNS1}
     for name in ("na", "nafr", "flip_rate"):
         assert figures[name].lower <= figures[name].value <= figures[name].upper
     assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
     assert math.isnan(figures["gain"].value)
+    every = sparsity(change(case.oracle, run_of(case, row, data, sets)))
+    assert figures["sparsity_all"].n == 4 and figures["sparsity_all"].value == pytest.approx(every.mean())
     nothing = torch.zeros(4, K, dtype=torch.bool).numpy()
     monkeypatch.setattr(judged, "average_group_accuracy", lambda *_: pytest.fail("nothing was to be learned"))
     assert judged.gained(case, run_of(case, row, data, sets), nothing, repairs=2) == Figure(0.0, n=0)

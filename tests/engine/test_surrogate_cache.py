@@ -47,6 +47,16 @@ def test_another_classifier_image_or_recipe_is_another_entry(tmp_path: pathlib.P
     assert query.count == 160 and len(list(tmp_path.iterdir())) == 8
 
 
+def test_images_that_are_known_by_another_hash_than_their_own_may_differ(tmp_path: pathlib.Path) -> None:
+    query, images = Counting(), colour_images(40)
+    here = {"classifier_hash": "f", "folder": tmp_path}
+    first = distil_cached(query, images, QUICK, images_hash="seed 7", **here)
+    second = distil_cached(query, images + 1e-3, QUICK, images_hash="seed 7", **here)
+    assert query.count == 40 and second.weights_hash == first.weights_hash
+    distil_cached(query, images, QUICK, images_hash="seed 8", **here)
+    assert query.count == 80
+
+
 @pytest.mark.parametrize("damage", ["flipped bit", "cut short", "altered card", "broken card", "no weights"])
 def test_a_damaged_cache_entry_is_rebuilt(
     tmp_path: pathlib.Path, damage: str, caplog: pytest.LogCaptureFixture
