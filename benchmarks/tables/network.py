@@ -6,7 +6,7 @@ what a method finds is measured so; what it costs is measured in eager torch (be
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +33,7 @@ class QuickPrior(Prior):
     def __init__(self, prior: Prior, guide: Model, size: int) -> None:
         super().__init__(prior.autoencoder, prior.network, prior.scheduler, prior.image_size)
         contract = contracts(prior, guide, Recipe(), size, size)["velocity"]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "velocity.onnx"
-            write_graph(contract, traced(contract, None), file, None)
-            self._session: Any = open_session(file.read_bytes(), threads=torch.get_num_threads())
+        self._session = opened(lambda file: write_graph(contract, traced(contract, None), file, None))
         self._names = [port.name for port in contract.inputs]
         self._asked: Counter[torch.Size] = Counter()
         self._halves: dict[torch.Size, Halves] = {}
@@ -154,7 +151,12 @@ def split(graph: GraphModule) -> tuple[GraphModule, GraphModule]:
 def session_of(graph: GraphModule, examples: Sequence[Tensor], inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     """A traced graph of fixed shapes on ONNX Runtime."""
     program = translate(graph, examples, [False] * len(examples), inputs, outputs)
+    return opened(lambda file: program.save(str(file)))
+
+
+def opened(write: Callable[[Path], object]) -> Any:
+    """The graph that `write` puts into a file, on ONNX Runtime with as many threads as torch has."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "half.onnx"
-        program.save(str(file))
+        file = Path(folder) / "graph.onnx"
+        write(file)
         return open_session(file.read_bytes(), threads=torch.get_num_threads())
