@@ -14,7 +14,7 @@ from benchmarks.numbers import write_numbers
 from benchmarks.quality import RESULTS
 from benchmarks.tables.case import BATCH, TEST_SEED, Case, open_case
 from benchmarks.tables.cost import TIMING_BATCH
-from benchmarks.tables.figures import GAIN_SEEDS, figure_of_truth
+from benchmarks.tables.figures import GAIN_SEEDS, NOISE, figure_of_noise, figure_of_round_trip, figure_of_truth
 from benchmarks.tables.filling import fill
 from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, TRIALS, Row
 from benchmarks.tables.printing import write_results
@@ -140,13 +140,16 @@ def notes(arguments: argparse.Namespace) -> list[str]:
 
 
 def truth(case: Case, n: int) -> str:
-    """What a perfect edit of the spurious feature scores, as a note: sparsity beyond it is no merit."""
+    """What a perfect edit of the spurious feature scores, and what no edit does: beyond that sparsity is no merit."""
     data = case.world.sample(n, TEST_SEED)
     spurious, label = (figure_of_truth(case, data, factor) for factor in ("confounder", "label"))
     return (
         f"Turning the {case.world.confounder_name} over in the world itself, a perfect edit of the spurious feature, "
         f"has a sparsity of {100 * spurious.value:.1f} ({100 * spurious.lower:.1f}–{100 * spurious.upper:.1f}) on the "
-        f"{spurious.n} of {n} pictures where it flips the student; turning the label over has {100 * label.value:.1f}."
+        f"{spurious.n} of {n} pictures where it flips the student; turning the label over has {100 * label.value:.1f}. "
+        f"What is no edit at all has {100 * figure_of_noise(case, data).value:.1f} (white noise of {NOISE:.0%}) and "
+        f"{100 * figure_of_round_trip(case, data).value:.1f} (the picture encoded and decoded): a method that draws "
+        "whole pictures anew has some of that in its figure."
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from audit.classifier import HuggingFaceClassifier
 from audit.finetune import Labelled, finetune, predict
@@ -33,6 +34,8 @@ from service.progress import counting
 from worlds.measure import features
 from worlds.world import Sample
 
+NOISE = 0.05
+"""Standard deviation of the noise whose sparsity is shown beside the methods'."""
 GAIN_SEEDS = 5
 """Fine-tunings: from one seed to the next the gain differs by up to a third of itself where lessons are few."""
 
@@ -101,7 +104,26 @@ def figure_of_truth(case: Case, data: Sample, factor: str) -> Figure:
     turned = case.world.render(case.world.intervene(data.factors, flip=factor), data.images.shape[-1]).images
     before, after = (case.classifier.probabilities(images).argmax(1) for images in (data.images, turned))
     flips = before != after
-    delta = features(case.oracle, turned[flips]) - features(case.oracle, data.images[flips])
+    return sparsity_between(case, data.images[flips], turned[flips])
+
+
+def figure_of_noise(case: Case, data: Sample) -> Figure:
+    """The sparsity of a change that means nothing: white noise."""
+    noise = torch.randn(data.images.shape, generator=torch.Generator().manual_seed(TEST_SEED))
+    return sparsity_between(case, data.images, (data.images + NOISE * noise).clamp(0, 1))
+
+
+def figure_of_round_trip(case: Case, data: Sample) -> Figure:
+    """The sparsity of what the latent prior's autoencoder loses, D(E(x)): no edit at all."""
+    prior = case.prior("latent")
+    with torch.no_grad():
+        back = [prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)]
+    return sparsity_between(case, data.images, torch.cat(back))
+
+
+def sparsity_between(case: Case, before: Tensor, after: Tensor) -> Figure:
+    """Mean sparsity of the changes from images to images."""
+    delta = features(case.oracle, after) - features(case.oracle, before)
     return Figure.of(mean_of(sparsity(delta.numpy())))
 
 

@@ -22,7 +22,14 @@ from benchmarks.tables.__main__ import changes_of
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, change, hash_of_causes, make_sets, open_case, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
-from benchmarks.tables.figures import Figure, figure_of_truth, measured, on_same_pictures
+from benchmarks.tables.figures import (
+    Figure,
+    figure_of_noise,
+    figure_of_round_trip,
+    figure_of_truth,
+    measured,
+    on_same_pictures,
+)
 from benchmarks.tables.filling import fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
@@ -149,6 +156,14 @@ def test_a_perfect_edit_of_the_confounder_is_sparser_than_one_of_the_label(case:
     spurious, label = (figure_of_truth(case, data, factor) for factor in ("confounder", "label"))
     assert 0 < spurious.n < 40  # the student heeds the confounder, but not always
     assert 0.75 < spurious.value < 0.9 and label.value < 0.6
+
+
+def test_noise_and_a_mere_round_trip_are_as_sparse_as_a_perfect_edit(case: Case) -> None:
+    data = case.world.sample(40, 1)
+    noise, trip = figure_of_noise(case, data), figure_of_round_trip(case, data)
+    assert noise.n == trip.n == 40
+    assert 0.75 < noise.value < 0.9 and 0.75 < trip.value < 0.9
+    assert figure_of_noise(case, data) == noise  # the same noise every time
 
 
 # Counterfactuals -------------------------------------------------------------------------------------------------
