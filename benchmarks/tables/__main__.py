@@ -121,7 +121,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "
         "range of the runs. Sparsity, diversity and Fréchet distance are in the last features of the world's oracle.",
         "Sparsity is the mean over valid flips, which a method that flips only easy pictures has fewer of; sparsity of "
-        "all is the mean over every counterfactual that differs from its picture, as the paper's formula reads.",
+        "all is the mean over every counterfactual that differs from its picture, as the paper's formula reads; – "
+        "where a row was measured before this column was.",
         "All methods are timed in eager torch, SCE-LITE-HQ a second time on the product's ONNX Runtime. For "
         "Table 1, the pixel-space network runs on ONNX Runtime, its gradient too, to spare hours.",
         "DiME, FastDiME, ACE and SCE run on a pixel-space diffusion, the others on the latent prior; (latent) marks "
