@@ -49,8 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         content: dict[str, Any] = {f"table{number}": table.as_dict() for number, table in tables.items()}
         if 1 in tables and tables[1].beside is not None:
             content["sparsity_on_same_pictures"] = tables[1].beside.as_dict()
+        if 3 in tables:
+            batches = zip(arguments.timing_batch, tables[3].chain(), strict=True)
+            content["table3_by_batch"] = {str(batch): table.as_dict() for batch, table in batches}
         content["did_not_run"] = {row: why for table in tables.values() for row, why in table.broken.items()}
-        content |= {"world": world.name, "n": arguments.n, "batch": arguments.timing_batch}
+        content |= {"world": world.name, "n": arguments.n, "batch": arguments.timing_batch[0]}
         content |= {"notes": said, "methods": tuned}
         write_numbers(arguments.json, content)
     return 0
@@ -79,7 +82,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repairs", type=int, default=GAIN_SEEDS, help="fine-tunings that the gain is a mean of")
     parser.add_argument("--repair-steps", type=int, help="steps of a fine-tuning (default: those of pfungst cfkd)")
     parser.add_argument("--batch", type=int, default=BATCH, help="pictures at a time")
-    parser.add_argument("--timing-batch", type=int, default=TIMING_BATCH, help="pictures of a timing run")
+    parser.add_argument(
+        "--timing-batch",
+        nargs="+",
+        type=int,
+        default=[TIMING_BATCH],
+        metavar="N",
+        help=f"pictures of a timing run; for each number a Table 3 (default: {TIMING_BATCH})",
+    )
     parser.add_argument("--short", action="store_true", help="shorter schedules for the slow baselines")
     parser.add_argument("--settings", type=Path, help="JSON: method → settings that differ from the authors'")
     parser.add_argument("--lpips", type=Path, help="LPIPS weights for the perceptual loss of DiME and FastDiME")
@@ -89,8 +99,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where Markdown, CSV and picture go")
     arguments = parser.parse_args(argv)
     for name in ("n", "calibration_images", "batch", "timing_batch"):
-        if getattr(arguments, name) < 1:
+        given = getattr(arguments, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name.replace('_', '-')} has to be at least 1")
+    arguments.timing_batch = list(dict.fromkeys(arguments.timing_batch))
     return arguments
 
 

@@ -67,6 +67,11 @@ class Clock:
         return self.row.name + (ON_ONNX if self.timing.onnx else "")
 
     @property
+    def part(self) -> str:
+        """Where the record lies: every batch that was ever timed keeps its own."""
+        return f"table3/batch-{self.timing.batch}"
+
+    @property
     def of(self) -> dict[str, Any]:
         """What the cost is measured of."""
         return {

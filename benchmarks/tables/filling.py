@@ -3,6 +3,7 @@
 import argparse
 import shutil
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import benchmarks.tables
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
-from benchmarks.tables.figures import measured, on_same_pictures, sparsities
+from benchmarks.tables.figures import Figure, measured, on_same_pictures, sparsities
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
 from benchmarks.tables.plan import ROWS, SOURCES, Row
 from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, SAME, Table, grid
@@ -32,11 +33,14 @@ EACH = "sparsities"
 def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], dict[str, Any], Image.Image | None]:
     """(the tables that were asked for, every row's settings and trials, the picture grid).
 
+    Under Table 3 of the first batch to be timed stand those of the others.
+
     A row that was asked for and cannot run, for want of weights or because its method breaks, stands in its tables with
     the reason. A row that was not asked for is there if it has a record.
     """
     asked = [Row.of(text) for text in arguments.methods]
     filling = Filling(case, Records(arguments.records / case.world.name), arguments, asked)
+    filling.costs = {batch: filling.empty_costs(batch) for batch in arguments.timing_batch if 3 in arguments.tables}
     filling.tables = {number: table for number, table in filling.empty().items() if number in arguments.tables}
     rows = [*(Row.of(text) for text in ROWS), *(row for row in asked if row.name not in ROWS)]
     bar = tqdm(rows, desc=case.world.name, unit="method")
@@ -64,6 +68,8 @@ class Filling:
     tuned: dict[str, Any] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     clocks: list[Clock] = field(default_factory=list)
+    costs: dict[int, Table] = field(default_factory=dict)
+    """Table 3 by the batch that is timed: the first is `tables[3]`, the others are printed under it."""
     sparse: dict[str, list[float | None]] = field(default_factory=dict)
     """By row: the sparsity of each picture's first counterfactual, None where that is no valid flip."""
 
@@ -78,15 +84,17 @@ class Filling:
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
             if 3 in self.tables:
-                timing = Timing(self.arguments.timing_batch, self.arguments.lpips)
-                self.clocks.append(Clock(self.case, row, settings, timing))
-                if row == OWN:
-                    self.clocks.append(Clock(self.case, row, settings, replace(timing, onnx=True)))
+                for batch in self.costs:
+                    timing = Timing(batch, self.arguments.lpips)
+                    self.clocks.append(Clock(self.case, row, settings, timing))
+                    if row == OWN:
+                        self.clocks.append(Clock(self.case, row, settings, replace(timing, onnx=True)))
         except Cancelled:
             raise
         except (PfungstError, RuntimeError) as error:  # torch raises the latter, out of memory too
-            for number in ({1, 3} & self.tables.keys()) if row in self.asked else ():
-                self.tables[number].broken[row.name] = reason(error)
+            first = [self.tables[1]] if 1 in self.tables else []
+            for table in [*first, *self.costs.values()] if row in self.asked else []:
+                table.broken[row.name] = reason(error)
             if 2 in self.tables and row == OWN and self.asked:
                 broken = {name: reason(error) for name in SOURCES if name not in self.tables[2].rows}
                 self.tables[2].broken |= broken
@@ -178,7 +186,7 @@ class Filling:
         missing = [
             clock
             for clock in self.clocks
-            if clock.row in self.asked and self.records.once("table3", clock.name, clock.of, None) is None
+            if clock.row in self.asked and self.records.once(clock.part, clock.name, clock.of, None) is None
         ]
         turns = [(number, clock) for number in range(TIMING_RUNS) for clock in missing]
         for number, clock in tqdm(turns, desc=f"{self.case.world.name}: timing", unit="run", leave=False):
@@ -187,14 +195,17 @@ class Filling:
                     clock.loaded()
                 clock.run(number)
             except PfungstError as error:
-                self.tables[3].broken[clock.name] = reason(error)
+                self.costs[clock.timing.batch].broken[clock.name] = reason(error)
         for clock in self.clocks:
-            if clock.name in self.tables[3].broken:
+            table = self.costs[clock.timing.batch]
+            if clock.name in table.broken:
                 continue
             work = (lambda clock=clock: as_found(clock.figures())) if clock in missing else None
-            found = self.records.once("table3", clock.name, clock.of, work)
+            found = self.records.once(clock.part, clock.name, clock.of, work)
             if found is not None:
-                self.tables[3].rows[clock.name] = as_figures(found)
+                table.rows[clock.name] = as_figures(found)
+        for table in self.costs.values():
+            compare_cost(table)
 
     def counterfactuals_of(self, row: Row, settings: AnySettings) -> dict[str, Any]:
         """What a row's counterfactuals are made of, for its record."""
@@ -207,15 +218,14 @@ class Filling:
         return {"repairs": self.arguments.repairs, "repair": asdict(self.case.repair), "gain_test": test}
 
     def empty(self) -> dict[int, Table]:
-        """The three tables without figures."""
+        """The tables without figures."""
         world, n = self.case.world, self.arguments.n
-        titles = {row.name: row.title for row in (*(Row.of(text) for text in ROWS), *self.asked)}
         return {
             1: Table(
                 f"Table 1: methods on {world.name}, N = {n} (in brackets: the paper, {PAPER_ROW[world.name]})",
                 COLUMNS1,
                 PAPER1[world.name],
-                titles=titles,
+                titles=self.titles,
             ),
             2: Table(
                 f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n} (in brackets: the paper, "
@@ -224,15 +234,39 @@ class Filling:
                 PAPER2,
                 titles=SOURCES,
             ),
-            3: Table(
-                f"Table 3: cost on {world.name}, one counterfactual each of a batch of {self.arguments.timing_batch}, "
-                f"CPU, median of {TIMING_RUNS} runs and their range (in brackets: the paper, one H100, batch not "
-                "stated)",
-                COLUMNS3,
-                PAPER3,
-                titles={**titles, OWN.name + ON_ONNX: f"{OWN.title}, ONNX Runtime"},
-            ),
+            **({3: chained(list(self.costs.values()))} if self.costs else {}),
         }
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What rows are called in Tables 1 and 3."""
+        return {row.name: row.title for row in (*(Row.of(text) for text in ROWS), *self.asked)}
+
+    def empty_costs(self, batch: int) -> Table:
+        """Table 3 without figures."""
+        return Table(
+            f"Table 3: cost on {self.case.world.name}, one counterfactual each of a batch of {batch}, CPU, median of "
+            f"{TIMING_RUNS} runs and their range (in brackets: the paper, one H100, batch not stated)",
+            COLUMNS3,
+            PAPER3,
+            titles={**self.titles, OWN.name + ON_ONNX: f"{OWN.title}, ONNX Runtime"},
+        )
+
+
+def compare_cost(table: Table) -> None:
+    """Adds to each row of a Table 3 how many times as long it takes as SCE-LITE-HQ, and as that on ONNX Runtime."""
+    for key, name in (("times_own", OWN.name), ("times_onnx", OWN.name + ON_ONNX)):
+        if name in table.rows:
+            ours = table.rows[name]["seconds_per_sample"].value
+            for figures in table.rows.values():
+                figures[key] = Figure(figures["seconds_per_sample"].value / ours)
+
+
+def chained(tables: list[Table]) -> Table:
+    """The first table with each of the others printed under the one before it."""
+    for above, below in pairwise(tables):
+        above.beside = below
+    return tables[0]
 
 
 def reason(error: Exception) -> str:

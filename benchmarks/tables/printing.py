@@ -59,6 +59,8 @@ COLUMNS3 = (
     Column("seconds_per_sample", "seconds per sample", more=False, percent=False, digits=2),
     Column("peak_mb", "peak MB", more=False, percent=False, digits=0),
     Column("network_calls", "network calls", more=False, percent=False, digits=0),
+    Column("times_own", "times SCE-LITE-HQ's seconds", percent=False, ranked=False),
+    Column("times_onnx", "times those on ONNX Runtime", percent=False, ranked=False),
 )
 
 
@@ -74,6 +76,10 @@ class Table:
     broken: dict[str, str] = field(default_factory=dict)
     beside: "Table | None" = None
     """What is printed under it."""
+
+    def chain(self) -> list["Table"]:
+        """This table and all that are printed under it."""
+        return [self, *([] if self.beside is None else self.beside.chain())]
 
     def has(self, row: str) -> bool:
         """Whether a row was measured, or tried."""

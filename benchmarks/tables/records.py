@@ -2,7 +2,7 @@
 
     FOLDER/WORLD/calibration/METHOD.json   the settings that were chosen, and every trial
     FOLDER/WORLD/table1/METHOD.json        figures, with the first counterfactuals as METHOD.png
-    FOLDER/WORLD/table2/SOURCE.json, table3/METHOD.json
+    FOLDER/WORLD/table2/SOURCE.json, table3/batch-N/METHOD.json
     FOLDER/WORLD/unfinished/METHOD/         batches of counterfactuals, until their row of Table 1 is complete
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,

@@ -30,7 +30,7 @@ from benchmarks.tables.figures import (
     measured,
     on_same_pictures,
 )
-from benchmarks.tables.filling import fill
+from benchmarks.tables.filling import compare_cost, fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
 from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
@@ -69,7 +69,7 @@ def asked_for(records: Path, **changes: object) -> argparse.Namespace:
         "trials": 2,
         "calibration_images": 2,
         "repairs": 0,
-        "timing_batch": 2,
+        "timing_batch": [2],
         "short": False,
         "settings": None,
         "lpips": None,
@@ -354,6 +354,10 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
     assert shown["table1"] == {name: row for name, row in content["table1"].items() if name != "dive"}
     assert not list((tmp_path / "rows" / "portraits" / "unfinished").iterdir())  # whole rows need no batches
     assert shown["did_not_run"] == {} and (tmp_path / "tables-portraits.png").read_bytes() == picture
+    batches = ["--tables", "3", "--timing-batch", "2", "3", "2"]
+    assert command.main(["--world", "portraits", *batches, "--methods", *files]) == 0
+    cost = json.loads((tmp_path / "tables.json").read_text())
+    assert cost["table3_by_batch"] == {"2": {}, "3": {}} and cost["table3"] == {} and cost["batch"] == 2
 
 
 def test_rows_without_weights_stand_in_the_tables_with_the_file_and_the_command(
@@ -448,9 +452,23 @@ def test_runs_of_different_rows_take_turns_and_a_row_without_calibration_is_time
     assert tuned["dive"]["trials"] is None and found[3].rows["diffeocf"]["network_calls"].value == 7.0
     again, _, _ = fill(dataclasses.replace(case, cache=tmp_path / "other"), asked)
     assert again[3].rows == found[3].rows and len(turns) == 8  # on record, so nothing is started
-    asked.timing_batch = 3
-    fill(dataclasses.replace(case, cache=tmp_path / "other"), asked)
-    assert len(turns) == 16  # another batch is another measurement
+    asked.timing_batch = [2, 3]
+    both, _, _ = fill(dataclasses.replace(case, cache=tmp_path / "other"), asked)
+    assert len(turns) == 16  # another batch is another measurement, and the first is still on record
+    first, second = both[3].chain()
+    assert first.rows == found[3].rows and first.rows.keys() == second.rows.keys()
+    assert "batch of 2" in first.title and "batch of 3" in second.title and second.title in both[3].markdown()
+
+
+def test_cost_is_compared_with_that_of_sce_lite_hq_and_of_its_faster_runtime() -> None:
+    took = {"sce-lite-hq": 0.5, "sce-lite-hq@onnxruntime": 0.25, "ace": 10.0}
+    table = Table("Table 3", COLUMNS3, {}, {name: {"seconds_per_sample": Figure(t)} for name, t in took.items()})
+    compare_cost(table)
+    assert [table.rows["ace"][key].value for key in ("times_own", "times_onnx")] == [20.0, 40.0]
+    assert table.rows["sce-lite-hq"]["times_own"].value == 1.0
+    alone = Table("Table 3", COLUMNS3, {}, {"ace": {"seconds_per_sample": Figure(10.0)}})
+    compare_cost(alone)
+    assert "times_own" not in alone.rows["ace"]  # nothing to compare with
 
 
 def test_a_record_counts_only_for_what_it_was_measured_of(tmp_path: Path) -> None:
