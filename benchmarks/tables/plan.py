@@ -41,7 +41,6 @@ SURE: dict[str, Any] = {
     "lambda1": 0.5,
     "proximity": "estimate",
     "blur": 2.0,
-    "feather": 0.5,
     "mask_reference": "reconstruction",
     "prune": True,
     "escalation": (1.0, 1.5, 2.25, 3.4, 5.0),
@@ -49,21 +48,29 @@ SURE: dict[str, Any] = {
 """SCE-LITE-HQ with a normalised gradient and an edit pruned to what a sure flip needs.
 
 A second counterfactual may use only what the first left alone, and needs more force: five tries in place of three."""
-REDRAWN: dict[str, Any] = {**SURE, "redraw": 1, "redraw_regions": (0.25,)}
-"""The same with the edit drawn anew by the prior: for features that are things, as hair is."""
-SMOOTH: dict[str, Any] = {**SURE, "gradient_blur": 4.0, "eta": 0.5, "tau": 0.2, "harmonise": (0.35, 0.2)}
-"""The same pushed along a smoothed gradient and walked back onto the prior: for features that lie all over a picture,
-as a stain does."""
+THINGS: dict[str, Any] = {
+    **SURE,
+    "guidance_schedule": "constant",
+    "eta": 0.3,
+    "gradient_blur": 1.0,
+    "outline": 3.0,
+    "feather": 1.5,
+}
+"""The same for features that are things, as hair is: few and even pushes from little noise, in a rounded place."""
+STAINS: dict[str, Any] = {**SURE, "strength": 0.2, "gradient_blur": 8.0, "tau": 0.1, "outline": 8.0, "feather": 2.0}
+"""The same for features that lie all over a picture, as a stain does: small pushes along a smoothed gradient, and a
+border so soft that no second stain stands beside the first."""
+WALKED_BACK: dict[str, Any] = {"harmonise": (0.35, 0.2)}
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     DEFAULT: (
         {},
-        {**REDRAWN, "strength": 0.6, "eta": 0.3},
-        {**REDRAWN, "strength": 0.8, "eta": 0.3, "tau": 0.3},
-        {**REDRAWN, "strength": 0.6, "eta": 0.3, "redraw_regions": (0.5, 0.25)},
-        {**SMOOTH, "strength": 0.25},
-        {**SMOOTH, "strength": 0.2},
+        {**THINGS, "strength": 0.4},
+        {**THINGS, **WALKED_BACK, "strength": 0.4},
+        {**THINGS, **WALKED_BACK, "strength": 0.5},
+        {**STAINS, "eta": 0.25},
+        {**STAINS, "eta": 0.35},
     ),
     "dime": (
         {},
