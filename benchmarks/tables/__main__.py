@@ -126,15 +126,14 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         f"third of {arguments.calibration_images} pictures that are not among the {arguments.n}; the best two on all. "
         "The score is the mean sparsity of confirmed flips, 0 for any other picture.",
         "SCE-LITE-HQ starts from its general defaults, not from the recipe that is shipped with a world. But its other "
-        "candidates were picked from about sixty settings tried on further pictures of these worlds, when rows of some "
+        "candidates were picked from about two hundred settings tried on further pictures of these worlds, when rows of all "
         "baselines were known; the baselines' candidates have had no such search.",
         "The score took the place of one that punished edited area, which chose worse settings for ACE and would have "
         "chosen a sharp gradient for SCE-LITE-HQ in histology, whose smoothed one edits more.",
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "
         "range of the runs. Sparsity, diversity and Fréchet distance are in the last features of the world's oracle.",
-        "Sparsity is the mean over valid flips, which a method that flips only easy pictures has fewer of; sparsity of "
-        "all is the mean over every counterfactual that differs from its picture, as the paper's formula reads; – "
-        "where a row was measured before this column was.",
+        "Sparsity is the mean over every counterfactual that differs from its picture, as the paper's formula reads; "
+        "sparsity of valid is that over valid flips alone, of which a method that flips only easy pictures has fewer.",
         "All methods are timed in eager torch, SCE-LITE-HQ a second time on the product's ONNX Runtime. For "
         "Table 1, the pixel-space network runs on ONNX Runtime, its gradient too, to spare hours.",
         "DiME, FastDiME, ACE and SCE run on a pixel-space diffusion, the others on the latent prior; (latent) marks "

@@ -71,8 +71,8 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
         "flip_rate": Figure.of(flip_rate(flipped[:, 0])),
     }
     every = sparsity(delta[:, 0])
-    figures["sparsity"] = Figure.of(mean_of(every[first]))
-    figures["sparsity_all"] = Figure.of(mean_of(every))
+    figures["sparsity"] = Figure.of(mean_of(every))
+    figures["sparsity_valid"] = Figure.of(mean_of(every[first]))
     figures["diversity"] = Figure.of(diversity(delta, valid).absolute)
     figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
     real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)

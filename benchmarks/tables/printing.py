@@ -40,7 +40,7 @@ class Column:
 COLUMNS1 = (
     Column("na", "NA"),
     Column("sparsity", "sparsity"),
-    Column("sparsity_all", "sparsity of all", ranked=False),
+    Column("sparsity_valid", "sparsity of valid"),
     Column("nafr", "NAFR"),
     Column("diversity", "diversity"),
     Column("gain", "gain"),

@@ -295,7 +295,7 @@ def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
     assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
     assert math.isnan(figures["gain"].value)
     every = sparsity(change(case.oracle, run_of(case, row, data, sets)))
-    assert figures["sparsity_all"].n == 4 and figures["sparsity_all"].value == pytest.approx(every.mean())
+    assert figures["sparsity"].n == 4 and figures["sparsity"].value == pytest.approx(every.mean())
     nothing = torch.zeros(4, K, dtype=torch.bool).numpy()
     monkeypatch.setattr(judged, "average_group_accuracy", lambda *_: pytest.fail("nothing was to be learned"))
     assert judged.gained(case, run_of(case, row, data, sets), nothing, repairs=2) == Figure(0.0, n=0)
