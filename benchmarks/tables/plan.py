@@ -55,20 +55,23 @@ THINGS: dict[str, Any] = {
     "gradient_blur": 1.0,
     "outline": 3.0,
     "feather": 1.5,
+    "redraw": 1,
+    "redraw_regions": (0.25,),
+    "redraw_fade": 1.5,
 }
-"""The same for features that are things, as hair is: few and even pushes from little noise, in a rounded place."""
+"""The same for features that are things, as hair is: few and even pushes say where, and the prior draws what, pushed
+little."""
 STAINS: dict[str, Any] = {**SURE, "strength": 0.2, "gradient_blur": 8.0, "tau": 0.1, "outline": 8.0, "feather": 2.0}
 """The same for features that lie all over a picture, as a stain does: small pushes along a smoothed gradient, and a
 border so soft that no second stain stands beside the first."""
-WALKED_BACK: dict[str, Any] = {"harmonise": (0.35, 0.2)}
 STRONG, FIERCE = (20.0, 40.0, 80.0), (100.0, 300.0, 900.0)
 """Guidance beyond the authors': a rectified flow has far less posterior variance, by which it is multiplied."""
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     DEFAULT: (
         {},
-        {**THINGS, "strength": 0.4},
-        {**THINGS, **WALKED_BACK, "strength": 0.4},
-        {**THINGS, **WALKED_BACK, "strength": 0.5},
+        {**THINGS, "strength": 0.5, "redraw_eta": 0.3},
+        {**THINGS, "strength": 0.6, "redraw_eta": 0.3},
+        {**THINGS, "strength": 0.5, "redraw_eta": 0.5},
         {**STAINS, "eta": 0.25},
         {**STAINS, "eta": 0.35},
     ),
