@@ -460,7 +460,8 @@ class _Pulse:
         self.every, self.patience = configuration.heartbeat_seconds, configuration.stale_seconds
         self._lock, self._news, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self._progress: dict[str, Any] | None = None
-        self._advanced = False
+        self._untold, self._advanced = False, False
+        self._passed: list[dict[str, Any]] = []  # stages that ended before a beat told of them
         self._stage, self._stage_start, self._stage_done = "", time.monotonic(), 0
         self._thread = threading.Thread(target=self._run, name=f"pulse-{job.id[:8]}", daemon=True)
 
@@ -478,6 +479,8 @@ class _Pulse:
         with self._lock:
             now = time.monotonic()
             if stage != self._stage:
+                if self._untold and self._progress is not None:
+                    self._passed.append(self._progress)
                 # What an earlier worker did is no measure of this one's pace: the first report of a stage is its start.
                 self._stage, self._stage_start, self._stage_done = stage, now, max(0, done - 1)
             gained = done - self._stage_done
@@ -485,7 +488,7 @@ class _Pulse:
             if total is not None and gained > 0:
                 left = round((total - done) * (now - self._stage_start) / gained, 1)
             self._progress = {"stage": stage, "done": done, "total": total, "seconds_left": left}
-            self._advanced = self._advanced or advanced
+            self._untold, self._advanced = True, self._advanced or advanced
         self._news.set()
 
     def _run(self) -> None:
@@ -493,8 +496,11 @@ class _Pulse:
         while not self._ended.is_set():
             with self._lock:
                 progress, advanced, self._advanced = self._progress, self._advanced, False
+                passed, self._passed, self._untold = self._passed, [], False
                 self._news.clear()
             try:
+                for stage in passed:
+                    self.table.beat(self.job.id, self.worker, stage)
                 answer = self.table.beat(self.job.id, self.worker, progress, advanced=advanced)
                 heard = time.monotonic()
                 if answer is Signal.CANCEL:
@@ -509,6 +515,16 @@ class _Pulse:
                     self.stop.set(Reason.LOST)
             self._ended.wait(min(PROGRESS_SECONDS, self.every))
             self._news.wait(max(0.0, self.every - PROGRESS_SECONDS))
+        if self._passed:
+            self._tell_last()
+
+    def _tell_last(self) -> None:
+        """Tells of stages that passed since the last beat; the job is over, and no answer matters any more."""
+        try:
+            for stage in (*self._passed, self._progress):
+                self.table.beat(self.job.id, self.worker, stage)
+        except Exception:
+            log.exception("job %s: its last stages did not reach the jobs", self.job.id)
 
 
 # The copy of a running audit --------------------------------------------------------------------------------------

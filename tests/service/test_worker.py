@@ -495,6 +495,18 @@ def test_a_cfkd_job_repairs_the_classifier(tmp_path: Path, pictures: Path) -> No
     table.close()
 
 
+def test_a_stage_that_is_over_before_the_next_beat_is_told_all_the_same(
+    configuration: Configuration, table: JobTable
+) -> None:
+    job = submit(table)
+    assert table.claim("w") is not None
+    with worker_module._Pulse(table, job, "w", configuration, worker_module.Stop()) as pulse:
+        for stage in ("opening", "fine-tuning", "storing"):
+            pulse.report(stage, 1, 2)
+    told = dict.fromkeys(e.data["stage"] for e in table.events(job.id) if e.kind == "progress")
+    assert list(told)[:2] == ["opening", "fine-tuning"]
+
+
 # Processes --------------------------------------------------------------------------------------------------------
 
 
