@@ -127,7 +127,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "The score is the mean sparsity of confirmed flips, 0 for any other picture.",
         "SCE-LITE-HQ starts from its general defaults, not from the recipe that is shipped with a world. But its other "
         "candidates were picked from about two hundred settings tried on further pictures of these worlds, when the "
-        "baselines' rows were known; the baselines' candidates have had no such search.",
+        "baselines' rows were known; the baselines' candidates have had no such search. Portraits' were exchanged once "
+        "more after a look at the very pictures compared here, for likelier hair; by sparsity they were no better.",
         "The score took the place of one that punished edited area, which chose worse settings for ACE and would have "
         "chosen a sharp gradient for SCE-LITE-HQ in histology, whose smoothed one edits more.",
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "
