@@ -26,7 +26,7 @@ from engine.prior import Prior, content_hash
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.torch_runtime import TorchRuntime
-from engine.trajectory import Originals, draw_noise
+from engine.trajectory import Originals, draw_noise, guided_at
 from engine.tries import Best, escalate, query, withhold
 
 
@@ -70,10 +70,10 @@ def counterfactuals(
                 checkpointed=recipe.checkpoint,
                 tiny_decoder=tiny_decoder,
             )
-        if runtime.path.length < 2 and not recipe.guide_last_step:
+        if not any(guided_at(runtime.path, recipe)):
             raise RecipeError(
-                f"{recipe.steps} steps at strength {recipe.strength} execute one step, and the last is not guided; "
-                "raise the steps or the strength."
+                f"{recipe.steps} steps at strength {recipe.strength} have none that is guided: the last is not, nor is "
+                f"any at a noise level up to guide_above = {recipe.guide_above:g}. Raise the steps or the strength."
             )
         z0 = runtime.encode(x0)
         rebuilt = runtime.decode(z0).clamp(0.0, 1.0) if recipe.needs_reconstruction else None

@@ -28,12 +28,17 @@ class Recipe(Settings):
     steps: int = Field(15, ge=1, le=1000, description="length of the full schedule")
     strength: float = Field(0.6, gt=0, le=1, description="share of the schedule that is executed")
     estimate: Literal["pre", "paper"] = Field("pre", description="z_hat before the step, or after it as printed")
+    # From much noise a walk ends at another picture, guided or not; only what guidance adds is wanted.
+    drift: Literal["kept", "cancelled"] = Field(
+        "kept", description="whether the walk goes where it would without guidance, or stays at z0 there; paper: kept"
+    )
 
     # The guidance z <- z - eta·(beta·g_smooth + proximity).
     eta: float = Field(1.0, ge=0, description="step size of the guidance")
     beta: float = Field(1.0, ge=0, description="weight of the classifier gradient")
     guidance_schedule: Literal["sigma", "constant"] = Field("sigma", description="eta times sigma_t, or eta")
     guide_last_step: bool = Field(False, description="push in the last step too, as printed")
+    guide_above: float = Field(0.0, ge=0, lt=1, description="noise level up to which nothing is pushed; paper: 0")
     normalise: bool = Field(False, description="bring each sample's classifier gradient to root mean square 1")
     gradient_blur: float = Field(0.0, ge=0, description="standard deviation that smooths the gradient, in latent cells")
     clip: Positive | None = Field(None, description="largest L2 norm of one sample's classifier gradient")

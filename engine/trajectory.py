@@ -96,30 +96,25 @@ def trajectory(
     In each step: the velocity, the denoised estimate z_hat, the step of the path, the update
     z <- z - eta·(factor·beta·g_smooth(z_hat) + ∇ proximity), and the mask z <- (1 - m)·z + m·paste. With estimate =
     "pre" z_hat comes from the state that the velocity was computed at; "paper" takes it after the step, as printed.
+    With drift = "cancelled" the walk and z_hat go where guidance sends them and nowhere else.
 
-    The last step is not guided unless the recipe says so, for nothing would denoise its push; the mask of the step
-    before stays. A sample whose decoded estimate already has the target with `margin` is guided no more and leaves the
-    gradient's batch: that is the larger half of a step's cost.
+    The last step is not guided unless the recipe says so, for nothing would denoise its push; the mask of the last
+    guided step stays. A sample whose decoded estimate already has the target with `margin` is guided no more and leaves
+    the gradient's batch: that is the larger half of a step's cost.
     """
     path, z0, y = runtime.path, originals.z0, originals.y
     reference = originals.reference(recipe)
     size = (z0.shape[-2], z0.shape[-1])
     last = path.length - 1
-    masked_from = first_masked(path, recipe)
+    masked_from, guided = first_masked(path, recipe), guided_at(path, recipe)
     z = path.noise(z0, eps, 0)
     kept = to_latent(1.0 - m_excl, size, recipe.downsampling)
     rows = torch.arange(len(z), device=z.device)  # samples that are still guided
     guided_steps = torch.zeros(len(z), dtype=torch.long, device=z.device)
     for i in range(path.length):
         watch(i)
-        v = runtime.velocity(z, i)
-        if recipe.estimate == "pre":
-            z_hat = path.estimate(z, v, i)
-            z = path.step(z, v, i)
-        else:
-            z = path.step(z, v, i)
-            z_hat = path.estimate(z, v, i)
-        if len(rows) and (i < last or recipe.guide_last_step):
+        z, z_hat = walked(partial(runtime.velocity, i=i), z, z0, eps, i, path, recipe)
+        if len(rows) and guided[i]:
             gradient, x_hat, logits = runtime.guidance(z_hat[rows], y[rows])
             guided_steps[rows] += 1
             state = z_hat[rows] if recipe.proximity == "estimate" else z[rows]
@@ -135,6 +130,42 @@ def trajectory(
         clean = recipe.paste == "clean" or i == last
         z = torch.where(kept > 0, z0 if clean else path.noise(z0, eps, i + 1), z)
     return Trajectory(z, kept, guided_steps)
+
+
+def walked(
+    velocity: Callable[[Tensor], Tensor], z: Tensor, z0: Tensor, eps: Tensor, i: int, path: Path, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """(the state after step i, z_hat), with the drift of the original's own walk taken out where the recipe says so.
+
+    From z0 under the noise eps the prior would walk to another picture. What it does to z_t beyond what it does to that
+    state is due to guidance: the prior completes a push to something likely, and all else stays. Unguided, every z_t is
+    a_t·z0 + b_t·eps and every z_hat is z0.
+    """
+    after, z_hat = _stepped(velocity, z, i, path, recipe)
+    if recipe.drift == "cancelled":
+        gone, seen = _stepped(velocity, path.noise(z0, eps, i), i, path, recipe)
+        after, z_hat = after + (path.noise(z0, eps, i + 1) - gone), z_hat + (z0 - seen)
+    return after, z_hat
+
+
+def _stepped(
+    velocity: Callable[[Tensor], Tensor], z: Tensor, i: int, path: Path, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    v = velocity(z)
+    after = path.step(z, v, i)
+    return after, path.estimate(z if recipe.estimate == "pre" else after, v, i)
+
+
+def network_calls(path: Path, recipe: Recipe) -> int:
+    """How often one pass asks the prior's network about a sample."""
+    return path.length * (2 if recipe.drift == "cancelled" else 1)
+
+
+def guided_at(path: Path, recipe: Recipe) -> list[bool]:
+    """Whether each step computes a gradient: not the last, and none where the noise is too low to denoise a push."""
+    last = path.length - 1
+    levels = path.b[:-1].tolist()
+    return [(i < last or recipe.guide_last_step) and level > recipe.guide_above for i, level in enumerate(levels)]
 
 
 def first_masked(path: Path, recipe: Recipe) -> int:

@@ -28,7 +28,7 @@ from engine.recipe import Recipe
 from engine.redraw import LEVELS, Judge, Redrawn, redraw, surprise
 from engine.runtime import Runtime
 from engine.sampling import row_seed
-from engine.trajectory import Originals, finish, lead, one_pass
+from engine.trajectory import Originals, finish, lead, network_calls, one_pass
 
 REGION_RIM = 3
 """Pixels by which the region of a second pass reaches beyond the first edit, so that it can find a clean border."""
@@ -172,7 +172,7 @@ def _try(
         hit = flipped.nonzero()[:, 0]
         x_cf[hit], soft[hit], logits[hit], asked = _prune(f, guide, originals.pick(hit), x_cf[hit], soft[hit], recipe)
         queries[hit] += asked
-    calls = torch.full_like(queries, runtime.path.length)
+    calls = torch.full_like(queries, network_calls(runtime.path, recipe))
     return _Try(x_cf, soft, logits, flipped, end.guided_steps, queries, calls, torch.ones_like(queries))
 
 

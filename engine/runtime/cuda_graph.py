@@ -21,6 +21,7 @@ gives the same bits.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -32,7 +33,7 @@ from engine.path import Path
 from engine.recipe import Recipe
 from engine.runtime import Runtime
 from engine.runtime.artifact_folder import check_gradient, padded
-from engine.trajectory import Originals, Trajectory, first_masked, kept_cells, lead, pushed
+from engine.trajectory import Originals, Trajectory, first_masked, guided_at, kept_cells, lead, pushed, walked
 
 BUCKETS = (1, 2, 4, 8, 16, 32)
 """Batch sizes that are captured; others are padded up to the next."""
@@ -90,11 +91,6 @@ def schedule(path: Path, recipe: Recipe) -> dict[str, Tensor]:
     }
 
 
-def is_guided(i: int, path: Path, recipe: Recipe) -> bool:
-    """Whether step i computes a gradient: nothing would denoise a push in the last one."""
-    return i < path.length - 1 or recipe.guide_last_step
-
-
 def first_state(tables: Tables, path: Path, recipe: Recipe) -> State:
     """z = a_0·z0 + b_0·eps, with nothing kept but what earlier counterfactuals have edited."""
     z0 = tables.z0
@@ -146,9 +142,9 @@ def _walked(
 ) -> tuple[Path, Tensor, Tensor]:
     """(path at this step, z after its step, z_hat)."""
     here = at_step(path, tables, state.i)
-    v = runtime.velocity_at(state.z, here.timesteps[0])
-    z = here.step(state.z, v, 0)
-    return here, z, here.estimate(state.z if recipe.estimate == "pre" else z, v, 0)
+    velocity = partial(runtime.velocity_at, timestep=here.timesteps[0])
+    z, z_hat = walked(velocity, state.z, tables.z0, tables.eps, 0, here, recipe)
+    return here, z, z_hat
 
 
 def _pasted(z: Tensor, kept: Tensor, state: State, tables: Tables, here: Path) -> Tensor:
@@ -196,6 +192,7 @@ class CudaGraphRuntime:
             raise InputError("look_every and the batch buckets of a captured loop have to be at least 1.")
         self.runtime, self.recipe, self.look_every = runtime, recipe, look_every
         self.device, self.buckets = torch.device(device), tuple(sorted(set(buckets)))
+        self._guided = guided_at(runtime.path, recipe)
         self._passes: dict[tuple[Any, ...], _Pass] = {}
         self._generation = self._inner_generation()
         self._pool: Any = None
@@ -249,7 +246,7 @@ class CudaGraphRuntime:
         anybody = True
         for i in range(self.path.length):
             watch(i)
-            if is_guided(i, self.path, recipe) and anybody:
+            if self._guided[i] and anybody:
                 one.guided()
                 if margin is not None and (i + 1) % self.look_every == 0:
                     anybody = bool(one.state.active.any())  # the one place where the host waits

@@ -114,6 +114,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"proximity": "estimate", "lambda1": 0.02, "lambda2": 0.05, "clip": 0.5, "normalise": False},
     {"mask_reference": "reconstruction", "downsampling": "nearest", "guidance_schedule": "constant"},
     {"gradient_blur": 1.5},
+    {"drift": "cancelled", "guide_above": 0.3},
 ]
 
 

@@ -147,6 +147,66 @@ def test_without_guidance_and_mask_it_is_plain_image_to_image(tmp_path: pathlib.
         )
 
 
+@pytest.mark.parametrize("estimate", ["pre", "paper"])
+@pytest.mark.parametrize("family", ["sd3", "ldm"])
+def test_without_drift_and_guidance_a_walk_ends_at_the_original(
+    tmp_path: pathlib.Path, family: str, estimate: str
+) -> None:
+    prior = load_prior(save_sd3(tmp_path) if family == "sd3" else save_ldm(tmp_path))
+    x0 = images(2).repeat(1, 1, 2, 2)
+    z0 = prior.encode(x0)
+    ends = {}
+    for drift in ("kept", "cancelled"):
+        recipe = Recipe(steps=6, strength=0.9, eta=0.0, tau=0.0, estimate=estimate, drift=drift, margin=None)
+        path = prior.path(recipe.steps, recipe.strength, 32, 32)
+        runtime = TorchRuntime(prior, path, gradient_source(recipe, Sides(), Sides()))
+        with torch.no_grad():
+            originals = Originals(x0, z0, torch.tensor([1, 1]), None)
+            ends[drift] = trajectory(
+                runtime, originals, draw_noise([4, 5], 1, z0)[:, 0], torch.ones(2, 1, 32, 32), recipe
+            )
+    torch.testing.assert_close(ends["cancelled"].z, z0, atol=1e-4, rtol=1e-4)
+    assert (ends["kept"].z - z0).abs().mean() > 100 * (ends["cancelled"].z - z0).abs().mean()
+
+
+class Slope(nn.Module):
+    """Logits that are linear in the picture: the gradient of the target's is the same everywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.linspace(-1, 1, x[0].numel()).view(1, *x.shape[1:])
+        return torch.stack([torch.zeros(len(x)), (weights * x).sum(dim=(1, 2, 3))], dim=1)
+
+
+@pytest.mark.parametrize("flow", [True, False])
+def test_of_gaussian_data_an_edit_without_drift_does_not_depend_on_the_noise(flow: bool) -> None:
+    """The exact network is linear: what a push becomes is the same from any state, and the rest cancels."""
+    edits = {}
+    for drift in ("kept", "cancelled"):
+        recipe = RECIPE.changed(drift=drift, loss="target_logit", tau=0.0)
+        prior, x0 = gaussian_prior(flow), images(1)
+        path = prior.path(recipe.steps, recipe.strength, 16, 16)
+        runtime = TorchRuntime(prior, path, gradient_source(recipe, Slope(), Slope()))
+        with torch.no_grad():
+            z0 = runtime.encode(x0)
+            originals = Originals(x0, z0, torch.tensor([1]), None)
+            noises = draw_noise([1], 2, z0)[0]
+            edits[drift] = [
+                trajectory(runtime, originals, eps[None], torch.ones(1, 1, 16, 16), recipe).z - z0 for eps in noises
+            ]
+    one, two = edits["cancelled"]
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+    assert one.abs().max() > 0.01 and (edits["kept"][0] - edits["kept"][1]).abs().max() > 0.01
+
+
+def test_a_walk_without_drift_asks_the_network_twice_and_guides_only_above_the_level() -> None:
+    recipe = RECIPE.changed(drift="cancelled", guide_above=0.4, escalation=(1.0,))
+    path = gaussian_prior().path(recipe.steps, recipe.strength, 16, 16)
+    levels = path.b[:-1].tolist()
+    (found,) = run(images(1), recipe)
+    assert found.costs[0].network_calls == 2 * path.length
+    assert found.costs[0].decoder_backwards == sum(level > 0.4 for level in levels) < path.length - 1
+
+
 def test_a_mask_that_keeps_everything_gives_back_the_image() -> None:
     (result,) = run(images(1), RECIPE.changed(tau=2.0))
     assert torch.equal(result.images[0], result.x0) and not result.edit_masks.any() and result.flipped == (False,)
@@ -305,6 +365,9 @@ def test_early_stop_saves_gradients_and_still_flips() -> None:
         {"gradient_blur": 2.0},
         {"loss": "target_logit", "temperature": 2.0},
         {"mask_start": 0.0},
+        {"drift": "cancelled"},
+        {"drift": "cancelled", "estimate": "paper"},
+        {"guide_above": 0.3},
         {"mask_reference": "reconstruction", "composite": "difference"},
         {"checkpoint": True, "micro_batch": 2},
         *({"gradient": name, "gradient_samples": 2, "gradient_points": 2} for name in GradientName.__args__),  # type: ignore[attr-defined]
@@ -480,7 +543,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     counterfactuals(prior, f, None, x0, [1], RECIPE.changed(gradient="vanilla", escalation=(1.0,), steps=4))
     with pytest.raises(ClassifierError, match="same number"):
         counterfactuals(prior, f, lambda x: torch.zeros(len(x), 3), x0, [1], RECIPE)
-    with pytest.raises(RecipeError, match="execute one step"):
+    with pytest.raises(RecipeError, match="none that is guided"):
         counterfactuals(prior, f, f, x0, [1], RECIPE.changed(steps=2, strength=0.5))
     for seeds in ([1, 2], [-1], [2**63]):
         with pytest.raises(RecipeError, match="seed"):
