@@ -7,6 +7,7 @@ sees both agree takes the shortcut. In histology the stain is by itself the easi
 without augmentation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,16 +51,16 @@ RECIPES: dict[str, dict[str, ClassifierRecipe]] = {
 """Roles of each world; student and twin differ in rho, and in steps because balanced data takes longer to fit."""
 
 
-def network(world: World) -> ResNetForImageClassification:
-    """A narrow ResNet-18: four stages of two basic blocks."""
+def network(outputs: Sequence[str]) -> ResNetForImageClassification:
+    """A narrow ResNet-18 with a number for each output: four stages of two basic blocks."""
     return ResNetForImageClassification(
         ResNetConfig(
             embedding_size=16,
             hidden_sizes=[16, 32, 64, 96],
             depths=[2, 2, 2, 2],
             layer_type="basic",
-            id2label=dict(enumerate(world.labels)),
-            label2id={name: i for i, name in enumerate(world.labels)},
+            id2label=dict(enumerate(outputs)),
+            label2id={name: i for i, name in enumerate(outputs)},
         )
     )
 
@@ -117,7 +118,7 @@ def train_classifier(world: World, recipe: ClassifierRecipe, checkpoint: Path, t
         return F.cross_entropy(model(pixel_values=(x - MEAN) / STD).logits, labels[rows], label_smoothing=0.02)
 
     return fit(
-        network(world),
+        network(world.labels),
         loss,
         cycles=(recipe.steps,),
         peak_rate=recipe.peak_rate,

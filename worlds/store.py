@@ -3,6 +3,7 @@
 worlds/weights/<world>/prior/                   a diffusers folder (half precision on disk, float32 in use)
 worlds/weights/<world>/pixel/                   the same for the world's pixel-space diffusion
 worlds/weights/<world>/{student,twin,oracle}/   Hugging Face image-classification folders
+worlds/weights/<world>/attributes/              the same form; tells every factor of a picture instead of its class
 worlds/weights/<world>/checksums.json           SHA-256 of every file above
 worlds/recipes/<world>.json                     counterfactual settings to start from; <world>-pixel.json likewise
 worlds/recipes/<world>.audit.json               what an audit sets otherwise
@@ -33,6 +34,8 @@ CHECKPOINTS = ROOT / ".training"
 ROLES = ("student", "twin", "oracle")
 LATENT, PIXEL = "prior", "pixel"
 """Parts of a world's folder that are priors: the one that everything runs on, and the one over pixels."""
+READER = "attributes"
+"""Part of a world's folder that tells the factors of a picture."""
 CHECKSUMS = "checksums.json"
 
 
@@ -61,6 +64,12 @@ def open_classifier(world: World, role: str, weights: Path = WEIGHTS) -> Hugging
         raise ValueError(f"{role!r} is not one of {', '.join(ROLES)}")
     _check(weights / world.name, role, "python -m worlds.train classifiers")
     return load_classifier(weights / world.name / role)
+
+
+def open_reader(world: World, weights: Path = WEIGHTS) -> HuggingFaceClassifier:
+    """The network that tells a picture's attributes, after its files were checked; its labels are their names."""
+    _check(weights / world.name, READER, f"python -m worlds.train {READER}")
+    return load_classifier(weights / world.name / READER)
 
 
 def open_recipe(world: World, part: str = LATENT) -> Recipe:

@@ -1,8 +1,9 @@
-"""Rebuilds the embedded models from nothing: `python -m worlds.train portraits|histology|classifiers|pixel|all`.
+"""Rebuilds the embedded models from nothing: `python -m worlds.train WHAT`.
 
-Each stage is deterministic on one machine, shows its progress, goes on from its last checkpoint after an interruption,
-and ends with a model card of freshly measured figures. `pixel` trains a pixel-space diffusion for each world, or with
---world for one.
+WHAT is a world's name for its prior, or classifiers, pixel, attributes, all. Each stage is deterministic on one
+machine, shows its progress, goes on from its last checkpoint after an interruption, and ends with a model card of
+freshly measured figures. `pixel` trains a pixel-space diffusion for each world, or with --world for one; `attributes`
+the network that tells the factors of a picture.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from worlds import WORLDS
+from worlds.attributes import ReaderRecipe, train_reader, write_reader_card
 from worlds.card import write_card
 from worlds.classifiers import RECIPES, preprocessing, train_classifier
 from worlds.generators import (
@@ -27,7 +29,7 @@ from worlds.generators import (
 )
 from worlds.measure import measure
 from worlds.pixel import pixel_scheduler, train_pixel, write_pixel_card
-from worlds.store import CHECKPOINTS, LATENT, PIXEL, ROLES, WEIGHTS, write_classifier, write_prior
+from worlds.store import CHECKPOINTS, LATENT, PIXEL, READER, ROLES, WEIGHTS, write_classifier, write_prior
 from worlds.world import World
 
 
@@ -64,10 +66,17 @@ def train_classifiers(world: World, checkpoints: Path) -> None:
         write_classifier(world, role, model, preprocessing(world))
 
 
+def train_attributes(world: World, checkpoints: Path) -> None:
+    """Trains a world's reader of attributes and saves it as a Hugging Face folder."""
+    model = train_reader(world, ReaderRecipe(), checkpoints / f"{world.name}-{READER}.safetensors")
+    write_classifier(world, READER, model, preprocessing(world))
+    write_reader_card(world)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains what was asked for, then writes the card of each world whose models are all there."""
     parser = argparse.ArgumentParser(prog="python -m worlds.train", description=__doc__)
-    parser.add_argument("what", choices=[*WORLDS, "classifiers", PIXEL, "all"])
+    parser.add_argument("what", choices=[*WORLDS, "classifiers", PIXEL, READER, "all"])
     parser.add_argument("--world", choices=list(WORLDS), help="train only what belongs to this world")
     parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints and start from nothing")
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="where unfinished training is kept")
@@ -85,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
             train_classifiers(world, arguments.checkpoints)
         if arguments.what in (PIXEL, "all"):
             train_pixel_prior(world, arguments.checkpoints)
+        if arguments.what in (READER, "all"):
+            train_attributes(world, arguments.checkpoints)
     for name, world in worlds.items():
         whole = all((WEIGHTS / name / part).is_dir() for part in (LATENT, *ROLES))
         if whole and arguments.what in (name, "classifiers", "all"):

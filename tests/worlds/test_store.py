@@ -15,12 +15,14 @@ from worlds.pixel import BUDGET_MB
 from worlds.store import (
     LATENT,
     PIXEL,
+    READER,
     RECIPES,
     WEIGHTS,
     embedded_prior,
     open_audit_recipe,
     open_classifier,
     open_prior,
+    open_reader,
     open_recipe,
     prior_name,
     weights_megabytes,
@@ -60,6 +62,12 @@ def test_one_altered_bit_is_noticed(weights: Path) -> None:
         open_classifier(WORLD, "oracle", weights)
 
 
+def test_a_missing_reader_is_named_with_the_command_that_rebuilds_it(weights: Path) -> None:
+    shutil.rmtree(weights / "portraits" / READER)
+    with pytest.raises(WeightsError, match=r"attributes/.* is missing.*worlds.train attributes"):
+        open_reader(WORLD, weights)
+
+
 def test_a_world_without_weights_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"lack .*checksums.json.*python -m worlds.train portraits"):
         open_prior(WORLD, tmp_path)
@@ -72,7 +80,7 @@ def test_an_unknown_role_is_refused() -> None:
 
 def test_what_is_written_opens_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = network(WORLD).eval()
+    model = network(WORLD.labels).eval()
     write_classifier(WORLD, "twin", model, preprocessing(WORLD), tmp_path)
     opened = open_classifier(WORLD, "twin", tmp_path)
     assert opened.labels == WORLD.labels
@@ -98,7 +106,7 @@ def test_the_shipped_folders_are_plain_diffusers_and_transformers_folders(name: 
 
 def test_the_weights_stay_within_their_budget() -> None:
     assert weights_megabytes() <= 30
-    assert weights_megabytes(parts=[PIXEL]) <= BUDGET_MB
+    assert weights_megabytes(parts=[PIXEL, READER]) <= BUDGET_MB
 
 
 def test_a_pixel_space_prior_has_a_name_a_recipe_and_the_command_that_rebuilds_it(weights: Path) -> None:
