@@ -17,7 +17,7 @@ from benchmarks.tables.cost import TIMING_BATCH
 from benchmarks.tables.figures import GAIN_SEEDS, NOISE, figure_of_noise, figure_of_round_trip, figure_of_truth
 from benchmarks.tables.filling import fill
 from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, TRIALS, Row
-from benchmarks.tables.printing import write_results
+from benchmarks.tables.printing import ATTRIBUTES, write_results
 from engine.errors import InputError
 from engine.methods import method_named
 from worlds import WORLDS
@@ -38,6 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     waiting = [Row.of(name).title for name in ROWS if 1 in tables and not tables[1].has(name)]
     if waiting:
         said.append(f"Not measured yet, so no place is final: {', '.join(waiting)}.")
+    unread = [
+        table.titles.get(name, name)
+        for table in (tables[1].chain()[1:] if 1 in tables else [])
+        for name in tables[1].rows
+        if table.key == ATTRIBUTES and name not in table.rows
+    ]
+    if unread:
+        said.append(f"Which attributes they changed is not read yet, so no place there is final: {', '.join(unread)}.")
     untuned = [Row.of(name).title for name, found in tuned.items() if found["trials"] is None]
     if untuned:
         said.append(f"Timed with the authors' settings, not being tuned yet: {', '.join(untuned)}.")
@@ -47,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     write_results(arguments.results / f"tables-{world.name}", text, list(tables.values()), picture)
     if arguments.json:
         content: dict[str, Any] = {f"table{number}": table.as_dict() for number, table in tables.items()}
-        if 1 in tables and tables[1].beside is not None:
-            content["sparsity_on_same_pictures"] = tables[1].beside.as_dict()
+        for table in tables[1].chain()[1:] if 1 in tables else []:
+            content[table.key] = table.as_dict()
         if 3 in tables:
             batches = zip(arguments.timing_batch, tables[3].chain(), strict=True)
             content["table3_by_batch"] = {str(batch): table.as_dict() for batch, table in batches}

@@ -25,7 +25,7 @@ from audit.finetune import FinetuneSettings, Labelled
 from audit.lpips import LPIPS
 from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
 from benchmarks.tables.network import QuickPrior
-from benchmarks.tables.plan import MEMORY, SPACES, K, Row
+from benchmarks.tables.plan import MEMORY, SPACES, TOGETHER, K, Row
 from engine.counterfactual import Cost, CounterfactualSet
 from engine.guidance import Model
 from engine.methods import METHODS, AnySettings
@@ -120,6 +120,10 @@ class Case:
         recipe = RECIPES[self.world.name]["student"]
         learned = self.world.poisoned(recipe.images, recipe.seed, recipe.rho)
         return Labelled.of(learned.images, learned.labels)
+
+    def firsts(self, row: Row, settings: AnySettings) -> AnySettings:
+        """Settings that make no more than the first counterfactuals which these would make."""
+        return settings if row.method in TOGETHER else settings.changed(k=1)
 
     @cached_property
     def tested(self) -> Sample:

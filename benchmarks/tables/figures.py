@@ -101,24 +101,38 @@ def on_same_pictures(ours: Sequence[float | None], theirs: Sequence[float | None
 
 def figure_of_truth(case: Case, data: Sample, factor: str) -> Figure:
     """The sparsity of turning one factor over in the world itself, on pictures where that flips the student."""
-    turned = case.world.render(case.world.intervene(data.factors, flip=factor), data.images.shape[-1]).images
-    before, after = (case.classifier.probabilities(images).argmax(1) for images in (data.images, turned))
+    edits = turned(case, data, factor)
+    before, after = (case.classifier.probabilities(images).argmax(1) for images in (data.images, edits))
     flips = before != after
-    return sparsity_between(case, data.images[flips], turned[flips])
+    return sparsity_between(case, data.images[flips], edits[flips])
+
+
+def turned(case: Case, data: Sample, factor: str) -> Tensor:
+    """Pictures with one factor turned over in the world itself: a perfect edit."""
+    return case.world.render(case.world.intervene(data.factors, flip=factor), data.images.shape[-1]).images
+
+
+def noisy(data: Sample) -> Tensor:
+    """Pictures with white noise: a change that means nothing, the same every time."""
+    noise = torch.randn(data.images.shape, generator=torch.Generator().manual_seed(TEST_SEED))
+    return (data.images + NOISE * noise).clamp(0, 1)
+
+
+def round_trip(case: Case, data: Sample) -> Tensor:
+    """D(E(x)): what the latent prior's autoencoder leaves of pictures, no edit at all."""
+    prior = case.prior("latent")
+    with torch.no_grad():
+        return torch.cat([prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)])
 
 
 def figure_of_noise(case: Case, data: Sample) -> Figure:
-    """The sparsity of a change that means nothing: white noise."""
-    noise = torch.randn(data.images.shape, generator=torch.Generator().manual_seed(TEST_SEED))
-    return sparsity_between(case, data.images, (data.images + NOISE * noise).clamp(0, 1))
+    """The sparsity of white noise."""
+    return sparsity_between(case, data.images, noisy(data))
 
 
 def figure_of_round_trip(case: Case, data: Sample) -> Figure:
-    """The sparsity of what the latent prior's autoencoder loses, D(E(x)): no edit at all."""
-    prior = case.prior("latent")
-    with torch.no_grad():
-        back = [prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)]
-    return sparsity_between(case, data.images, torch.cat(back))
+    """The sparsity of a mere round trip."""
+    return sparsity_between(case, data.images, round_trip(case, data))
 
 
 def sparsity_between(case: Case, before: Tensor, after: Tensor) -> Figure:

@@ -3,6 +3,7 @@
 import argparse
 import shutil
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
+from benchmarks.tables.attributes import Attributes, controls
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
 from benchmarks.tables.figures import Figure, measured, on_same_pictures, sparsities
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
 from benchmarks.tables.plan import ROWS, SOURCES, Row
-from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, SAME, Table, grid
+from benchmarks.tables.printing import ATTRIBUTES, COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, MOVED, SAME, Table, grid
 from benchmarks.tables.records import Found, Records, as_figures, as_found
+from engine.counterfactual import CounterfactualSet
 from engine.errors import Cancelled, PfungstError
 from engine.methods import DEFAULT, AnySettings
 
@@ -47,7 +50,8 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
     for row in bar:
         bar.set_postfix_str(row.name)
         filling.fill_row(row)
-    filling.compare_sparsity()
+    if 1 in filling.tables:
+        filling.tables[1].beside = chained(filling.beside())
     if 3 in filling.tables:
         filling.fill_costs()
     originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
@@ -72,6 +76,15 @@ class Filling:
     """Table 3 by the batch that is timed: the first is `tables[3]`, the others are printed under it."""
     sparse: dict[str, list[float | None]] = field(default_factory=dict)
     """By row: the sparsity of each picture's first counterfactual, None where that is no valid flip."""
+    changes: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By row: how far each attribute of each picture went in the first counterfactual."""
+    made: dict[str, list[CounterfactualSet]] = field(default_factory=dict)
+    """By row: counterfactuals that were made in this run."""
+
+    @cached_property
+    def attributes(self) -> Attributes:
+        """What can be read off the world's pictures."""
+        return Attributes.of(self.case.world)
 
     def fill_row(self, row: Row) -> None:
         """Calibrates a row and measures its part of Tables 1 and 2; its cost is left for later."""
@@ -81,6 +94,7 @@ class Filling:
                 return
             if 1 in self.tables:
                 self.fill_methods(row, settings)
+                self.fill_changes(row, settings)
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
             if 3 in self.tables:
@@ -130,7 +144,7 @@ class Filling:
 
         def work() -> Found:
             data = self.case.world.sample(self.arguments.n, TEST_SEED)
-            sets = make_sets(self.case, row, settings, data, self.records.unfinished)
+            sets = self.made[row.name] = make_sets(self.case, row, settings, data, self.records.unfinished)
             found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
             found[EACH] = sparsities(self.case, row, data, sets)
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
@@ -144,17 +158,56 @@ class Filling:
             self.sparse[row.name] = found[EACH]
             self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
 
-    def compare_sparsity(self) -> None:
-        """Beside Table 1: every row's sparsity and SCE-LITE-HQ's on the pictures that both flip validly."""
-        if 1 in self.tables and OWN.name in self.sparse:
-            ours = self.sparse[OWN.name]
-            self.tables[1].beside = Table(
-                f"Sparsity on {self.case.world.name}, on the pictures that a method and SCE-LITE-HQ both flip validly",
-                SAME,
-                {},
-                rows={name: on_same_pictures(ours, its) for name, its in self.sparse.items() if name != OWN.name},
-                titles=self.tables[1].titles,
+    def fill_changes(self, row: Row, settings: AnySettings) -> None:
+        """Which attributes the row's first counterfactuals moved.
+
+        Rows that were measured before this was asked have no counterfactuals any more; their first ones are made again.
+        """
+        if row.name not in self.tables[1].rows:
+            return
+
+        def work() -> Found:
+            data, first = self.case.world.sample(self.arguments.n, TEST_SEED), self.case.firsts(row, settings)
+            sets = self.made.get(row.name) or make_sets(self.case, row, first, data, self.records.again)
+            change = self.attributes.change(data.images, torch.stack([one.images[0] for one in sets]))
+            return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
+
+        of = {**self.counterfactuals_of(row, settings), "reader": self.attributes.reader.content_hash}
+        found = self.records.once(ATTRIBUTES, row.name, of, work if row in self.asked else None)
+        if found is not None:
+            shutil.rmtree(self.records.again / row.name, ignore_errors=True)
+            self.changes[row.name] = found["change"]
+
+    def beside(self) -> list[Table]:
+        """What stands under Table 1: what the edits moved, and sparsity on the pictures that two methods both flip."""
+        world, titles, tables = self.case.world, self.tables[1].titles, list[Table]()
+        if self.changes:
+            shown = controls(self.case, self.attributes, world.sample(self.arguments.n, TEST_SEED))
+            tables.append(
+                Table(
+                    f"What the first counterfactuals of {world.name} changed, of the {len(self.attributes.factors)} "
+                    "attributes of its pictures that a network can read",
+                    MOVED,
+                    {},
+                    rows={name: self.attributes.figures(change) for name, change in self.changes.items()} | shown,
+                    titles=titles,
+                    key=ATTRIBUTES,
+                    controls=frozenset(shown),
+                )
             )
+        if OWN.name in self.sparse:
+            ours = self.sparse[OWN.name]
+            tables.append(
+                Table(
+                    f"Sparsity on {world.name}, on the pictures that a method and SCE-LITE-HQ both flip validly",
+                    SAME,
+                    {},
+                    rows={name: on_same_pictures(ours, its) for name, its in self.sparse.items() if name != OWN.name},
+                    titles=titles,
+                    key="sparsity_on_same_pictures",
+                )
+            )
+        return tables
 
     def fill_sources(self, settings: AnySettings) -> None:
         """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source."""
@@ -234,7 +287,7 @@ class Filling:
                 PAPER2,
                 titles=SOURCES,
             ),
-            **({3: chained(list(self.costs.values()))} if self.costs else {}),
+            **({3: first} if (first := chained(list(self.costs.values()))) is not None else {}),
         }
 
     @property
@@ -262,11 +315,11 @@ def compare_cost(table: Table) -> None:
                 figures[key] = Figure(figures["seconds_per_sample"].value / ours)
 
 
-def chained(tables: list[Table]) -> Table:
-    """The first table with each of the others printed under the one before it."""
+def chained(tables: list[Table]) -> Table | None:
+    """The first table with each of the others printed under the one before it; None of none."""
     for above, below in pairwise(tables):
         above.beside = below
-    return tables[0]
+    return tables[0] if tables else None
 
 
 def reason(error: Exception) -> str:

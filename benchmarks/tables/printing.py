@@ -55,6 +55,16 @@ SAME = (
     Column("ours", "SCE-LITE-HQ's", ranked=False),
     Column("lead", "difference", ranked=False),
 )
+ATTRIBUTES = "attributes"
+"""Key of the table of what the edits changed."""
+MOVED = (
+    Column("sparsity", "sparsity"),
+    Column("hoyer", "Hoyer's sparsity"),
+    Column("changed", "attributes changed", more=False, percent=False),
+    Column("nuisances", "of them neither label nor confounder", more=False, percent=False),
+    Column("confounder", "confounder changed", ranked=False),
+    Column("label", "label changed", ranked=False),
+)
 COLUMNS3 = (
     Column("seconds_per_sample", "seconds per sample", more=False, percent=False, digits=2),
     Column("peak_mb", "peak MB", more=False, percent=False, digits=0),
@@ -74,6 +84,10 @@ class Table:
     rows: dict[str, Figures] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
+    key: str = ""
+    """What a table that is none of the paper's is called in JSON."""
+    controls: frozenset[str] = frozenset()
+    """Rows that no method made: they stand for comparison and take no place."""
     beside: "Table | None" = None
     """What is printed under it."""
 
@@ -92,7 +106,7 @@ class Table:
         values = {
             row: round(figures[column.key].value, column.digits + (2 if column.percent else 0))
             for row, figures in self.rows.items()
-            if column.key in figures and math.isfinite(figures[column.key].value)
+            if row not in self.controls and column.key in figures and math.isfinite(figures[column.key].value)
         }
         ranked = sorted(set(values.values()), reverse=column.more)
         return {row: ranked.index(value) + 1 for row, value in values.items() if ranked.index(value) < 2}

@@ -3,6 +3,7 @@
     FOLDER/WORLD/calibration/METHOD.json   the settings that were chosen, and every trial
     FOLDER/WORLD/table1/METHOD.json        figures, with the first counterfactuals as METHOD.png
     FOLDER/WORLD/table2/SOURCE.json, table3/batch-N/METHOD.json
+    FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
     FOLDER/WORLD/unfinished/METHOD/         batches of counterfactuals, until their row of Table 1 is complete
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
@@ -38,6 +39,11 @@ class Records:
     def unfinished(self) -> Path:
         """Where batches wait for the rest of their row; a later sitting goes on from them."""
         return self.folder / "unfinished"
+
+    @property
+    def again(self) -> Path:
+        """The same for first counterfactuals that are made once more, for a figure that their row lacks."""
+        return self.folder / "again"
 
     def once(self, part: str, name: str, of: Mapping[str, Any], work: Callable[[], Found] | None) -> Found | None:
         """What was found of a part, from its record or by doing the work now; None where there is neither."""

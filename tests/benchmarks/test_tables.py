@@ -8,17 +8,19 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from audit.metrics import sparsity
+from audit.metrics import mean_of, sparsity
 from benchmarks.tables import __main__ as command
 from benchmarks.tables import cost as costs
 from benchmarks.tables import figures as judged
 from benchmarks.tables import network
 from benchmarks.tables.__main__ import changes_of
+from benchmarks.tables.attributes import Attributes, controls
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, change, hash_of_causes, make_sets, open_case, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
@@ -34,7 +36,7 @@ from benchmarks.tables.filling import compare_cost, fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
 from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
-from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, Column, Table, grid
+from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, MOVED, Column, Table, grid
 from benchmarks.tables.records import Records, as_figures, as_found
 from engine.errors import InputError, PriorError, RecipeError, WeightsError
 from engine.methods import METHODS, Method
@@ -42,7 +44,7 @@ from engine.recipe import Recipe
 from engine.surrogate import EVALUATOR, GUIDE, SurrogatePair, distil, serialise
 from engine.surrogate_net import SurrogateNetwork
 from worlds import WORLDS, World
-from worlds.store import PIXEL, open_classifier, open_prior
+from worlds.store import PIXEL, open_classifier, open_prior, open_reader
 from worlds.world import Sample
 
 
@@ -156,6 +158,47 @@ def test_a_perfect_edit_of_the_confounder_is_sparser_than_one_of_the_label(case:
     spurious, label = (figure_of_truth(case, data, factor) for factor in ("confounder", "label"))
     assert 0 < spurious.n < 40  # the student heeds the confounder, but not always
     assert 0.75 < spurious.value < 0.9 and label.value < 0.6
+
+
+def test_by_attributes_turning_one_thing_over_is_sparser_than_anything_else(case: Case) -> None:
+    shown = controls(case, Attributes.of(case.world), case.world.sample(24, 7))
+    spurious, label, *others = (figures["sparsity"] for figures in shown.values())
+    assert min(spurious.lower, label.lower) > 0.88 > 0.8 > max(other.upper for other in others)
+    turned, noise, another = shown["control: label turned over in the world"], *list(shown.values())[2::2]
+    assert turned["label"].value == 1 and turned["confounder"].value < 0.2
+    assert noise["changed"].value < 1 < turned["changed"].value < 5 < another["changed"].value
+
+
+def test_attributes_that_moved_are_counted_in_units_of_what_the_reader_errs_by(case: Case) -> None:
+    reader = open_reader(case.world)
+    names = reader.labels
+    attributes = Attributes(reader, ("label", "confounder", "x", "background_hue"), np.array([0.1, 0.1, 0.5, 0.5]))
+    change = np.zeros((3, len(names)))
+    change[0, names.index("confounder")] = -2.0
+    change[0, [names.index("background_hue_cos"), names.index("background_hue_sin")]] = 0.3, 0.4
+    change[1, names.index("x")], change[1, names.index("label")] = 1.0, 0.05
+    figures = attributes.figures(change)  # the third picture is as it was
+    assert figures["changed"] == Figure.of(mean_of(np.array([1, 1])))  # 0.5 of the hue is no more than the error
+    assert figures["nuisances"].value == figures["confounder"].value == 0.5 and figures["label"].value == 0
+    assert figures["sparsity"].value == pytest.approx(((1 - 21 / 4 / 20) + (1 - 2.5 / 4 / 2)) / 2)
+    assert figures["sparsity"].n == 2
+
+
+def test_a_row_without_counterfactuals_has_its_first_ones_made_again_for_its_attributes(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, arguments = Row.of("diffeocf"), asked_for(tmp_path, trials=0)
+    first = fill(case, arguments)[0][1].chain()
+    record = tmp_path / "portraits" / "attributes" / "diffeocf.json"
+    kept = json.loads(record.read_text())
+    record.unlink()
+    calls = counted(monkeypatch, "diffeocf")
+    again = fill(case, arguments)[0][1].chain()
+    assert calls == [2, 2] and json.loads(record.read_text()) == kept
+    assert case.firsts(row, case.start(row)).k == 1 and case.firsts(Row.of("dive"), case.start(Row.of("dive"))).k == K
+    assert not (tmp_path / "portraits" / "again" / "diffeocf").exists()
+    assert [table.key for table in again] == ["", "attributes"] == [table.key for table in first]
+    assert again[1].rows["diffeocf"] == first[1].rows["diffeocf"] and len(again[1].controls) == 5
 
 
 def test_noise_and_a_mere_round_trip_are_as_sparse_as_a_perfect_edit(case: Case) -> None:
@@ -341,7 +384,10 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
     )
     assert "| DiVE | did not run: The method made" in text and "Calibration budget, the same for every method" in text
     records = list(csv.DictReader((tmp_path / "tables-portraits.csv").read_text().splitlines()))
-    assert {record["metric"] for record in records if not record["did_not_run"]} == {c.key for c in COLUMNS1}
+    for columns, title in ((COLUMNS1, "Table 1"), (MOVED, "What the first counterfactuals")):
+        found = {record["metric"] for record in records if record["table"].startswith(title) and record["metric"]}
+        assert found == {column.key for column in columns}
+    assert content["attributes"]["diffeocf"].keys() == {*(column.key for column in MOVED), "intervals"}
     assert [record["row"] for record in records if record["did_not_run"] == why] == ["dive"]
     assert (tmp_path / "tables-portraits.png").is_file() and "## Table 1" in capsys.readouterr().out
     # Nothing is measured where nothing is asked for, and what was measured is shown; a row that broke has no record.
