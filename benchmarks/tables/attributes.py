@@ -12,6 +12,7 @@ in standard deviations of the world; moved [N, F], its lengths.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from torch import Tensor
@@ -38,6 +39,7 @@ class Attributes:
     """[F] what the reader's error stays below in nearly all pictures; a factor that went further has moved."""
 
     @classmethod
+    @cache
     def of(cls, world: World) -> "Attributes":
         """A world's reader, tried on held-out pictures."""
         reader = open_reader(world)
