@@ -5,7 +5,7 @@
     FOLDER/WORLD/table2/SOURCE.json, table3/batch-N/METHOD.json
     FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
     FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until their row of Table 1 is complete
-    FOLDER/WORLD/again/METHOD/             the same of first counterfactuals that are made once more for their attributes
+    FOLDER/WORLD/again/METHOD/             the same of first counterfactuals, made once more for their attributes
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
 settings, pictures. Where any of that differs it counts for nothing, and the part is measured again. It knows nothing of
