@@ -20,11 +20,13 @@ from torch import Tensor
 from audit.classifier import HuggingFaceClassifier
 from audit.metrics import CONFIDENCE, Array, Bools, Floats, Rate, hoyer_sparsity, mean_of, sparsity
 from benchmarks.tables.case import Case
-from benchmarks.tables.figures import NOISE, Figure, Figures, noisy, round_trip, turned
+from benchmarks.tables.figures import NOISE, Figure, Figures, noisy, round_trip, sparsity_between, turned
 from worlds.attributes import by_factor, factors_of, legibility, read
 from worlds.store import open_reader
 from worlds.world import Sample, World
 
+ORACLE = "oracle"
+"""Key of the sparsity in the oracle's features, for comparison."""
 LEGIBLE = 0.5
 """Share of a factor's variance that has to be read rightly; the others are left out."""
 
@@ -79,7 +81,7 @@ def share_of(hits: Bools) -> Figure:
 
 
 def controls(case: Case, attributes: Attributes, data: Sample) -> dict[str, Figures]:
-    """By what they are: edits that need no judge, and show what the figures are worth."""
+    """By what they are: edits that need no judge, and show what the figures are worth, the oracle's among them."""
     edits = {
         f"control: {case.world.confounder_name} turned over in the world": turned(case, data, "confounder"),
         "control: label turned over in the world": turned(case, data, "label"),
@@ -87,4 +89,8 @@ def controls(case: Case, attributes: Attributes, data: Sample) -> dict[str, Figu
         "control: encoded and decoded": round_trip(case, data),
         "control: another picture": data.images.roll(1, 0),
     }
-    return {name: attributes.figures(attributes.change(data.images, images)) for name, images in edits.items()}
+    return {
+        name: attributes.figures(attributes.change(data.images, images))
+        | {ORACLE: sparsity_between(case, data.images, images)}
+        for name, images in edits.items()
+    }

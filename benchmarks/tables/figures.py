@@ -99,14 +99,6 @@ def on_same_pictures(ours: Sequence[float | None], theirs: Sequence[float | None
     return {"pictures": Figure(float(len(both)), n=len(both)), **figures}
 
 
-def figure_of_truth(case: Case, data: Sample, factor: str) -> Figure:
-    """The sparsity of turning one factor over in the world itself, on pictures where that flips the student."""
-    edits = turned(case, data, factor)
-    before, after = (case.classifier.probabilities(images).argmax(1) for images in (data.images, edits))
-    flips = before != after
-    return sparsity_between(case, data.images[flips], edits[flips])
-
-
 def turned(case: Case, data: Sample, factor: str) -> Tensor:
     """Pictures with one factor turned over in the world itself: a perfect edit."""
     return case.world.render(case.world.intervene(data.factors, flip=factor), data.images.shape[-1]).images
@@ -123,16 +115,6 @@ def round_trip(case: Case, data: Sample) -> Tensor:
     prior = case.prior("latent")
     with torch.no_grad():
         return torch.cat([prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)])
-
-
-def figure_of_noise(case: Case, data: Sample) -> Figure:
-    """The sparsity of white noise."""
-    return sparsity_between(case, data.images, noisy(data))
-
-
-def figure_of_round_trip(case: Case, data: Sample) -> Figure:
-    """The sparsity of a mere round trip."""
-    return sparsity_between(case, data.images, round_trip(case, data))
 
 
 def sparsity_between(case: Case, before: Tensor, after: Tensor) -> Figure:

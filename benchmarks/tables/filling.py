@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
-from benchmarks.tables.attributes import Attributes, controls
+from benchmarks.tables.attributes import ORACLE, Attributes, controls
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
@@ -183,13 +183,17 @@ class Filling:
         world, titles, tables = self.case.world, self.tables[1].titles, list[Table]()
         if self.changes:
             shown = controls(self.case, self.attributes, world.sample(self.arguments.n, TEST_SEED))
+            found = {
+                name: self.attributes.figures(change) | {ORACLE: self.tables[1].rows[name]["sparsity"]}
+                for name, change in self.changes.items()
+            }
             tables.append(
                 Table(
                     f"What the first counterfactuals of {world.name} changed, of the {len(self.attributes.factors)} "
                     "attributes of its pictures that a network can read",
                     MOVED,
                     {},
-                    rows={name: self.attributes.figures(change) for name, change in self.changes.items()} | shown,
+                    rows=found | shown,
                     titles=titles,
                     key=ATTRIBUTES,
                     controls=frozenset(shown),

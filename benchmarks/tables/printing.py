@@ -59,6 +59,7 @@ ATTRIBUTES = "attributes"
 """Key of the table of what the edits changed."""
 MOVED = (
     Column("sparsity", "sparsity"),
+    Column("oracle", "sparsity in the oracle's features"),
     Column("hoyer", "Hoyer's sparsity"),
     Column("changed", "attributes changed", more=False, percent=False),
     Column("nuisances", "of them neither label nor confounder", more=False, percent=False),
