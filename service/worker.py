@@ -499,8 +499,9 @@ class _Pulse:
                 passed, self._passed, self._untold = self._passed, [], False
                 self._news.clear()
             try:
-                for stage in passed:
-                    self.table.beat(self.job.id, self.worker, stage)
+                while passed:
+                    self.table.beat(self.job.id, self.worker, passed[0])
+                    del passed[0]
                 answer = self.table.beat(self.job.id, self.worker, progress, advanced=advanced)
                 heard = time.monotonic()
                 if answer is Signal.CANCEL:
@@ -510,6 +511,7 @@ class _Pulse:
             except Exception:
                 log.exception("job %s: the heartbeat did not reach the jobs", self.job.id)
                 with self._lock:
+                    self._passed, self._untold = passed + self._passed, True
                     self._advanced = self._advanced or advanced
                 if time.monotonic() - heard > self.patience:  # another worker may have it by now
                     self.stop.set(Reason.LOST)

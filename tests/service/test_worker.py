@@ -507,6 +507,28 @@ def test_a_stage_that_is_over_before_the_next_beat_is_told_all_the_same(
     assert list(told)[:2] == ["opening", "fine-tuning"]
 
 
+def test_stages_that_a_beat_could_not_tell_are_told_by_a_later_one(
+    configuration: Configuration, table: JobTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit(table)
+    assert table.claim("w") is not None
+    beat, away = table.beat, threading.Event()
+
+    def once_away(*given: Any, **named: Any) -> Any:
+        if given[2] is not None and not away.is_set():
+            away.set()
+            raise OSError("the database is away")
+        return beat(*given, **named)
+
+    monkeypatch.setattr(table, "beat", once_away)
+    with worker_module._Pulse(table, job, "w", configuration, worker_module.Stop()) as pulse:
+        for stage in ("opening", "fine-tuning", "storing"):
+            pulse.report(stage, 1, 2)
+        assert away.wait(10)
+    told = dict.fromkeys(e.data["stage"] for e in table.events(job.id) if e.kind == "progress")
+    assert list(told)[:2] == ["opening", "fine-tuning"]
+
+
 # Processes --------------------------------------------------------------------------------------------------------
 
 
