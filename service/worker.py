@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import json
 import logging
 import os
@@ -29,15 +28,18 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from engine.errors import Cancelled, InputError, ModelError, RecipeError
+from engine.errors import Cancelled, InputError, ModelError
 from service.artifacts import ArtifactStore
 from service.cases import AuditRequest, Case, CfkdRequest, job_case, job_repair, surrogate_recipes
 from service.configuration import Configuration
 from service.disk import is_full
-from service.jobs import Job, JobState, JobTable, Signal
+from service.jobs import Job, JobState, JobTable
 from service.priority import lower_process
+from service.pulse import Pulse
+from service.resuming import JOURNAL, AuditCopy, Busy, locked
+from service.stop import Reason, Stop
 
 if TYPE_CHECKING:
     from audit.cfkd import FinishedAudit
@@ -45,55 +47,20 @@ if TYPE_CHECKING:
     from audit.explain import Explainer
     from audit.verdict import Judge
     from engine.recipe import Recipe
-    from engine.surrogate import SurrogatePair
 
-__all__ = ["Reason", "Stop", "Worker", "main"]
+__all__ = ["Worker", "main"]
 
 log = logging.getLogger("pfungst.worker")
 
 IDLE_SECONDS = 1.0
 """Between two looks at an empty queue, unless somebody wakes the worker."""
 RETENTION_SECONDS = 3600.0
-PROGRESS_SECONDS = 0.5
-"""Least time between two reports of progress."""
-LOCK_SECONDS = 60.0
 FULL_SECONDS = 30.0
 """How long a worker leaves the queue alone after it met a full disk."""
 WAITING_FOR_SPACE = {"stage": "waiting for space on the disk", "done": 0, "total": None, "seconds_left": None}
-JOURNAL = "journal.jsonl"
-RECIPE = "resume/recipe.json"
 REPORTS = ("report.html", "report.json", "junit.xml", "summary.md")
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ENDED_BY_SIGNAL = 128 + signal.SIGTERM
-
-
-class Reason:
-    """Why a job stops before its end."""
-
-    CANCELLED = "cancelled"
-    STOPPING = "the worker has to stop"
-    LOST = "the job is another worker's"
-    FULL = "the disk is full"
-
-
-class Stop:
-    """A cancel token that knows why; the first reason stays."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def is_set(self) -> bool:
-        """Whether to stop."""
-        return self.reason is not None
-
-    def set(self, reason: str) -> None:
-        """Stops at the next guided step."""
-        self.reason = self.reason or reason
-
-    def check(self) -> None:
-        """Cancelled, where it is set."""
-        if self.is_set():
-            raise Cancelled(f"The job was stopped: {self.reason}.")
 
 
 class Worker:
@@ -134,7 +101,7 @@ class Worker:
         if self._ending.is_set():  # `stop` may have come between the claim and the new token
             self._stop.set(Reason.STOPPING)
         log.info("job %s (%s): attempt %d", job.id, job.kind, job.attempts)
-        with _Pulse(self.table, job, self.name, self.configuration, self._stop) as pulse:
+        with Pulse(self.table, job, self.name, self.configuration, self._stop) as pulse:
             state, result, error = self._outcome(job, pulse)
         self._end(job, state, result, error)
         if self._stop.reason == Reason.FULL:
@@ -161,10 +128,10 @@ class Worker:
 
     # Inside -----------------------------------------------------------------------------------------------------
 
-    def _outcome(self, job: Job, pulse: _Pulse) -> tuple[JobState | None, dict[str, Any] | None, dict[str, Any] | None]:
+    def _outcome(self, job: Job, pulse: Pulse) -> tuple[JobState | None, dict[str, Any] | None, dict[str, Any] | None]:
         """Does a job; (the state it ends in or None where it is not ours to say, result, error)."""
         try:
-            with _locked(self.configuration.work_folder(job.id), self._stop):
+            with locked(self.configuration.work_folder(job.id), self._stop):
                 do = self._audit if job.kind == "audit" else self._cfkd
                 return JobState.SUCCEEDED, do(job, pulse), None
         except Cancelled:
@@ -177,7 +144,7 @@ class Worker:
         except ModelError as error:
             log.warning("job %s: %s", job.id, error)
             return JobState.FAILED, None, {"code": "bad_model", "message": self._sentence(error)}
-        except _Busy:
+        except Busy:
             return JobState.INTERRUPTED, None, None
         except Exception as error:
             if is_full(error):
@@ -222,7 +189,7 @@ class Worker:
 
     # Audits -----------------------------------------------------------------------------------------------------
 
-    def _audit(self, job: Job, pulse: _Pulse) -> dict[str, Any]:
+    def _audit(self, job: Job, pulse: Pulse) -> dict[str, Any]:
         """Audits into work/JOB, from wherever an earlier worker stopped."""
         folder = self.configuration.work_folder(job.id)
         request = AuditRequest.of(job.request, self.configuration)
@@ -231,7 +198,7 @@ class Worker:
 
         policy = Policy(**request.policy)
         pulse.report("opening", 0, None)
-        copy = _Copy(self.store, job.id, folder, self.configuration)
+        copy = AuditCopy(self.store, job.id, folder, self.configuration)
         copy.restore()
         self._stop.check()
         case = job_case(request, self.configuration, max_bad_share=policy.max_bad_files_share)
@@ -252,7 +219,7 @@ class Worker:
         return _audit_result(content)
 
     def _explainer(
-        self, case: Case, classifier: Classifier, pulse: _Pulse, copy: _Copy | None, recipe: Recipe
+        self, case: Case, classifier: Classifier, pulse: Pulse, copy: AuditCopy | None, recipe: Recipe
     ) -> Explainer:
         """Distils the surrogates, or finds them in the cache."""
         from audit.explain import Explainer, distil_pair
@@ -280,8 +247,8 @@ class Worker:
         out: Path,
         seed: int,
         batch: int,
-        pulse: _Pulse,
-        copy: _Copy | None,
+        pulse: Pulse,
+        copy: AuditCopy | None,
     ) -> dict[str, Any]:
         """Audits and writes the report; returns report.json."""
         from audit.report import build, write
@@ -313,7 +280,7 @@ class Worker:
 
     # Repair -----------------------------------------------------------------------------------------------------
 
-    def _cfkd(self, job: Job, pulse: _Pulse) -> dict[str, Any]:
+    def _cfkd(self, job: Job, pulse: Pulse) -> dict[str, Any]:
         """The debiasing set of an audit as set.zip, and if asked for the repaired classifier as classifier.zip."""
         request = CfkdRequest.of(job.request, self.configuration)
         source = self.table.get(request.audit)
@@ -351,7 +318,7 @@ class Worker:
         return content | {"verdict": str(audit.outcome), "exit_code": 0} | repaired
 
     def _repair(
-        self, request: CfkdRequest, source: Job, audit: FinishedAudit, folder: Path, pulse: _Pulse
+        self, request: CfkdRequest, source: Job, audit: FinishedAudit, folder: Path, pulse: Pulse
     ) -> dict[str, Any]:
         """Fine-tunes with the set; the numbers before and after."""
         from audit.cfkd import repair
@@ -392,7 +359,7 @@ class Worker:
         }
 
     def _audit_again(
-        self, asked: AuditRequest, audit: FinishedAudit, pulse: _Pulse
+        self, asked: AuditRequest, audit: FinishedAudit, pulse: Pulse
     ) -> Callable[[HuggingFaceClassifier, Path], None]:
         """Audits a repaired classifier as the first one was: same data, prior, recipe, policy and order of images."""
         from audit.policy import Policy
@@ -447,217 +414,6 @@ def _audit_result(content: dict[str, Any]) -> dict[str, Any]:
         "findings": content["findings"],
         "exit_code": int(Outcome(content["verdict"]).exit_code),
     }
-
-
-# The pulse -------------------------------------------------------------------------------------------------------
-
-
-class _Pulse:
-    """A thread that reports progress and hears whether to go on; torch may be busy for long in the other one."""
-
-    def __init__(self, table: JobTable, job: Job, worker: str, configuration: Configuration, stop: Stop) -> None:
-        self.table, self.job, self.worker, self.stop = table, job, worker, stop
-        self.every, self.patience = configuration.heartbeat_seconds, configuration.stale_seconds
-        self._lock, self._news, self._ended = threading.Lock(), threading.Event(), threading.Event()
-        self._progress: dict[str, Any] | None = None
-        self._untold, self._advanced = False, False
-        self._passed: list[dict[str, Any]] = []  # stages that ended before a beat told of them
-        self._stage, self._stage_start, self._stage_done = "", time.monotonic(), 0
-        self._thread = threading.Thread(target=self._run, name=f"pulse-{job.id[:8]}", daemon=True)
-
-    def __enter__(self) -> _Pulse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._news.set()
-        self._thread.join()
-
-    def report(self, stage: str, done: int, total: int | None, *, advanced: bool = False) -> None:
-        """Says how far the job is; `advanced` says that what is done survives a crash."""
-        with self._lock:
-            now = time.monotonic()
-            if stage != self._stage:
-                if self._untold and self._progress is not None:
-                    self._passed.append(self._progress)
-                # What an earlier worker did is no measure of this one's pace: the first report of a stage is its start.
-                self._stage, self._stage_start, self._stage_done = stage, now, max(0, done - 1)
-            gained = done - self._stage_done
-            left = None
-            if total is not None and gained > 0:
-                left = round((total - done) * (now - self._stage_start) / gained, 1)
-            self._progress = {"stage": stage, "done": done, "total": total, "seconds_left": left}
-            self._untold, self._advanced = True, self._advanced or advanced
-        self._news.set()
-
-    def _run(self) -> None:
-        heard = time.monotonic()
-        while not self._ended.is_set():
-            with self._lock:
-                progress, advanced, self._advanced = self._progress, self._advanced, False
-                passed, self._passed, self._untold = self._passed, [], False
-                self._news.clear()
-            try:
-                while passed:
-                    self.table.beat(self.job.id, self.worker, passed[0])
-                    del passed[0]
-                answer = self.table.beat(self.job.id, self.worker, progress, advanced=advanced)
-                heard = time.monotonic()
-                if answer is Signal.CANCEL:
-                    self.stop.set(Reason.CANCELLED)
-                elif answer is Signal.LOST:
-                    self.stop.set(Reason.LOST)
-            except Exception:
-                log.exception("job %s: the heartbeat did not reach the jobs", self.job.id)
-                with self._lock:
-                    self._passed, self._untold = passed + self._passed, True
-                    self._advanced = self._advanced or advanced
-                if time.monotonic() - heard > self.patience:  # another worker may have it by now
-                    self.stop.set(Reason.LOST)
-            self._ended.wait(min(PROGRESS_SECONDS, self.every))
-            self._news.wait(max(0.0, self.every - PROGRESS_SECONDS))
-        if self._passed:
-            self._tell_last()
-
-    def _tell_last(self) -> None:
-        """Tells of stages that passed since the last beat; the job is over, and no answer matters any more."""
-        try:
-            for stage in (*self._passed, self._progress):
-                self.table.beat(self.job.id, self.worker, stage)
-        except Exception:
-            log.exception("job %s: its last stages did not reach the jobs", self.job.id)
-
-
-# The copy of a running audit --------------------------------------------------------------------------------------
-
-
-class _Copy:
-    """What of a running audit lies in the artifacts too: its recipe, surrogates, pictures, and last the journal that
-    names them."""
-
-    def __init__(self, store: ArtifactStore, job_id: str, folder: Path, configuration: Configuration) -> None:
-        self.store, self.job_id, self.folder = store, job_id, folder
-        self.cache, self.configuration = configuration.cache_folder, configuration
-        self._lines = 0
-
-    def restore(self) -> None:
-        """Fetches the copy where it is further than what lies here, as it is when another machine worked on the job."""
-        names = self.store.names(self.job_id)
-        for name in names:
-            # Surrogates that are distilled again on another machine may differ in the last bit: that is another audit.
-            file = self.cache / Path(name).name
-            if name.startswith("surrogates/") and not file.is_file():
-                self.store.fetch(self.job_id, name, file)
-        if JOURNAL not in names:
-            return
-        with self.store.open(self.job_id, JOURNAL) as stream:
-            stored = stream.read().count(b"\n")
-        journal = self.folder / JOURNAL
-        here = journal.read_bytes().count(b"\n") if journal.is_file() else 0
-        if stored <= here:
-            return
-        for name in names:
-            if name.startswith("counterfactuals/"):
-                self.store.fetch(self.job_id, name, self.folder / name)
-        self.store.fetch(self.job_id, JOURNAL, journal)
-        self._lines = stored
-
-    def keep_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe that the first worker began with: an upgrade may bring another, but an audit is of one piece."""
-        from engine.recipe import Recipe
-
-        if self.store.has(self.job_id, RECIPE):
-            with self.store.open(self.job_id, RECIPE) as stream:
-                began = json.load(stream)
-            try:
-                return Recipe(**began)
-            except RecipeError:
-                raise _changed(["recipe"]) from None
-        file = self.folder / Path(RECIPE).name
-        recipe.save(file)
-        self.store.put(self.job_id, RECIPE, file)
-        return recipe
-
-    def check_unchanged(self, case: Case, recipe: Recipe) -> None:
-        """An InputError where what the finished images rest on is another thing now."""
-        journal = self.folder / JOURNAL
-        content = journal.read_bytes() if journal.is_file() else b""
-        try:
-            began = json.loads(content[: content.index(b"\n")])
-        except ValueError:
-            return  # nothing was finished, or the journal itself says that it is damaged
-        now = {
-            "classifier": case.classifier.content_hash,
-            "data": case.dataset.content_hash,
-            "prior": case.source.prior.content_hash,
-            "recipe": recipe.digest,
-        }
-        if changed := [name for name, content in now.items() if began.get(name) != content]:
-            raise _changed(changed)
-
-    def keep_surrogates(self, classifier: Classifier, case: Case, surrogates: SurrogatePair) -> None:
-        """Stores the surrogates that the journal's identity names."""
-        from engine.surrogate_cache import cache_key, hash_images
-
-        pictures = hash_images(case.pictures)
-        for one in (surrogates.guide, surrogates.evaluator):
-            key = cache_key(classifier.content_hash, pictures, one.recipe)
-            for file in (self.cache / f"{key}.safetensors", self.cache / f"{key}.json"):
-                name = f"surrogates/{file.name}"
-                if file.is_file() and not self.store.has(self.job_id, name):
-                    self.store.put(self.job_id, name, file)
-
-    def sync(self) -> None:
-        """Stores the pictures of every image finished since the last time, then the journal."""
-        journal = self.folder / JOURNAL
-        content = journal.read_bytes()
-        lines = content[: content.rfind(b"\n") + 1].splitlines()
-        if len(lines) <= self._lines:
-            return
-        for line in lines[max(1, self._lines) :]:
-            image = json.loads(line)
-            pictures = [image["original"]]
-            for one in image["counterfactuals"]:
-                pictures += [one["file"], one["mask"]]
-            for name in pictures:
-                self.store.put(self.job_id, name, self.folder / name)
-        self.store.put(self.job_id, JOURNAL, journal)
-        self._lines = len(lines)
-
-
-def _changed(names: list[str]) -> InputError:
-    return InputError(f"The {' and the '.join(names)} changed since the audit began; submit it again.")
-
-
-class _Busy(Exception):
-    """Another process on this machine holds the job's folder and does not let go."""
-
-
-@contextmanager
-def _locked(folder: Path, stop: Stop) -> Iterator[None]:
-    """The job's folder for this process alone.
-
-    A worker that was suspended and lost its job may still write there; once it wakes, it hears of it and lets go. The
-    kernel frees the lock of a process that died.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("ab") as file:
-        until = time.monotonic() + LOCK_SECONDS
-        while not _try_lock(file):
-            stop.check()
-            if time.monotonic() > until:
-                raise _Busy
-            time.sleep(0.1)
-        yield
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # The process -----------------------------------------------------------------------------------------------------

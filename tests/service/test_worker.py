@@ -34,6 +34,9 @@ from service.cases import AuditRequest, job_case
 from service.configuration import Configuration
 from service.executor import LocalExecutor
 from service.jobs import Job, JobState, JobTable
+from service.pulse import Pulse
+from service.resuming import locked
+from service.stop import Stop
 from service.worker import Worker, open_table
 from tests.audit.test_run import StubExplainer, reported
 from worlds import WORLDS
@@ -326,9 +329,9 @@ def test_two_processes_never_work_in_one_folder(configuration: Configuration, ta
     """One that was suspended and lost its job may still write there; the next one waits until it let go."""
     job = submit(table)
     folder = configuration.work_folder(job.id)
-    with worker_module._locked(folder, worker_module.Stop()):
-        stop = worker_module.Stop()
-        waiting = threading.Thread(target=lambda: worker_module._locked(folder, stop).__enter__())
+    with locked(folder, Stop()):
+        stop = Stop()
+        waiting = threading.Thread(target=lambda: locked(folder, stop).__enter__())
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive()
@@ -500,7 +503,7 @@ def test_a_stage_that_is_over_before_the_next_beat_is_told_all_the_same(
 ) -> None:
     job = submit(table)
     assert table.claim("w") is not None
-    with worker_module._Pulse(table, job, "w", configuration, worker_module.Stop()) as pulse:
+    with Pulse(table, job, "w", configuration, Stop()) as pulse:
         for stage in ("opening", "fine-tuning", "storing"):
             pulse.report(stage, 1, 2)
     told = dict.fromkeys(e.data["stage"] for e in table.events(job.id) if e.kind == "progress")
@@ -521,7 +524,7 @@ def test_stages_that_a_beat_could_not_tell_are_told_by_a_later_one(
         return beat(*given, **named)
 
     monkeypatch.setattr(table, "beat", once_away)
-    with worker_module._Pulse(table, job, "w", configuration, worker_module.Stop()) as pulse:
+    with Pulse(table, job, "w", configuration, Stop()) as pulse:
         for stage in ("opening", "fine-tuning", "storing"):
             pulse.report(stage, 1, 2)
         assert away.wait(10)
