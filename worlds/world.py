@@ -40,10 +40,10 @@ class Sample:
         """[N] confounder values, 0 or 1."""
         return torch.tensor(self.factors["confounder"].to_numpy(), dtype=torch.int64)
 
-    def pick(self, rows: slice) -> "Sample":
+    def pick(self, rows: slice | list[int]) -> "Sample":
         """Some of the pictures, with their truth."""
         parts = {name: part[rows] for name, part in self.parts.items()}
-        return Sample(self.images[rows], self.factors[rows].reset_index(drop=True), parts)
+        return Sample(self.images[rows], self.factors.iloc[rows].reset_index(drop=True), parts)
 
 
 class World(ABC):

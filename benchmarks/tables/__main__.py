@@ -17,7 +17,7 @@ from benchmarks.tables.cost import TIMING_BATCH
 from benchmarks.tables.figures import GAIN_SEEDS
 from benchmarks.tables.filling import fill
 from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, TRIALS, Row
-from benchmarks.tables.printing import ATTRIBUTES, write_results
+from benchmarks.tables.printing import write_results
 from engine.errors import InputError
 from engine.methods import method_named
 from worlds import WORLDS
@@ -38,14 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     waiting = [Row.of(name).title for name in ROWS if 1 in tables and not tables[1].has(name)]
     if waiting:
         said.append(f"Not measured yet, so no place is final: {', '.join(waiting)}.")
-    unread = [
-        table.titles.get(name, name)
-        for table in (tables[1].chain()[1:] if 1 in tables else [])
-        for name in tables[1].rows
-        if table.key == ATTRIBUTES and name not in table.rows
-    ]
-    if unread:
-        said.append(f"Which attributes they changed is not read yet, so no place there is final: {', '.join(unread)}.")
+    if 1 in tables:
+        rows = tables[1].rows
+        unread = [Row.of(name).title for name in rows if "sparsity" not in rows[name]]
+        unpaired = [Row.of(name).title for name in rows if "diversity" not in rows[name]]
+        for what, names in (("Sparsity", unread), ("Diversity", unpaired)):
+            if names:
+                said.append(f"{what} is not read yet, so no place there is final: {', '.join(names)}.")
     untuned = [Row.of(name).title for name, found in tuned.items() if found["trials"] is None]
     if untuned:
         said.append(f"Timed with the authors' settings, not being tuned yet: {', '.join(untuned)}.")

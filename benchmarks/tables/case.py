@@ -93,9 +93,10 @@ class Case:
         """Where counterfactuals are kept that nobody needs on another machine."""
         return self.cache / self.world.name
 
-    def place(self, row: Row, settings: AnySettings, data: Sample) -> Path:
-        """The folder of counterfactuals among others; another model, setting or picture is another folder."""
+    def place(self, row: Row, settings: AnySettings, data: Sample, seeds: Sequence[int] | None = None) -> Path:
+        """The folder of counterfactuals among others; another model, setting, picture or seed is another folder."""
         parts = [settings.digest, *self.models(row).values(), hash_of_causes(data)]
+        parts += [] if seeds is None else [str(list(seeds))]
         return Path(row.name) / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def models(self, row: Row) -> dict[str, str]:
@@ -146,13 +147,19 @@ def hash_of_causes(data: Sample) -> str:
 
 
 def make_sets(
-    case: Case, row: Row, settings: AnySettings, data: Sample, root: Path | None = None
+    case: Case,
+    row: Row,
+    settings: AnySettings,
+    data: Sample,
+    root: Path | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[CounterfactualSet]:
     """The counterfactuals of pictures by one method, each batch read from the disk or made and written there.
 
-    They lie under `root`, without one under the case's trials.
+    They lie under `root`, without one under the case's trials. Without `seeds` a picture's is its place.
     """
-    folder = (case.trials if root is None else root) / case.place(row, settings, data)
+    folder = (case.trials if root is None else root) / case.place(row, settings, data, seeds)
+    seeds = range(len(data.images)) if seeds is None else seeds
     images, sets = data.images, list[CounterfactualSet]()
     targets = case.targets(images)
     title = f"{case.world.name} {row.name}"
@@ -167,7 +174,7 @@ def make_sets(
                 images[rows],
                 targets[rows],
                 settings,
-                list(range(len(images)))[rows],
+                list(seeds[rows]),
                 perceptual=case.perceptual,
             )
             write_sets(made, file)
@@ -243,8 +250,12 @@ def run_of(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) ->
 
 def change(oracle: HuggingFaceClassifier, run: Run, k: int = 0) -> np.ndarray:
     """[N, D] how far each picture's counterfactual k moved in the oracle's features."""
-    before, after = (features(oracle, x) for x in (run.data.images, run.images(k)))
-    return (after - before).numpy()
+    return moved_in_oracle(oracle, run.data.images, run.images(k))
+
+
+def moved_in_oracle(oracle: HuggingFaceClassifier, before: Tensor, after: Tensor) -> np.ndarray:
+    """[N, D] how far pictures moved in the oracle's features."""
+    return (features(oracle, after) - features(oracle, before)).numpy()
 
 
 def open_case(

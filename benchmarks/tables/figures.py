@@ -59,21 +59,23 @@ Figures = dict[str, Figure]
 
 
 def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], repairs: int) -> Figures:
-    """Table 1's columns for one method; `repairs` is the number of fine-tunings that the gain is a mean of."""
+    """Table 1's columns for one method, sparsity and diversity in the oracle's features only.
+
+    `repairs` is the number of fine-tunings that the gain is a mean of.
+    """
     run = run_of(case, row, data, sets)
-    flipped, confirmed = (np.stack([by(k) for k in range(K)], axis=1) for by in (run.flipped, run.confirmed))
-    valid = flipped & confirmed
+    flipped, confirmed, valid = run.flipped(0), run.confirmed(0), valid_flips(run)
     delta = np.stack([change(case.oracle, run, k) for k in range(K)], axis=1)
     first = valid[:, 0]
     figures = {
-        "na": Figure.of(na(flipped[:, 0], confirmed[:, 0])),
-        "nafr": Figure.of(nafr(flipped[:, 0], confirmed[:, 0])),
-        "flip_rate": Figure.of(flip_rate(flipped[:, 0])),
+        "na": Figure.of(na(flipped, confirmed)),
+        "nafr": Figure.of(nafr(flipped, confirmed)),
+        "flip_rate": Figure.of(flip_rate(flipped)),
     }
     every = sparsity(delta[:, 0])
-    figures["sparsity"] = Figure.of(mean_of(every))
-    figures["sparsity_valid"] = Figure.of(mean_of(every[first]))
-    figures["diversity"] = Figure.of(diversity(delta, valid).absolute)
+    figures["sparsity_oracle"] = Figure.of(mean_of(every))
+    figures["sparsity_oracle_valid"] = Figure.of(mean_of(every[first]))
+    figures["diversity_oracle"] = Figure.of(diversity(delta, valid).absolute)
     figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
     real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)
     figures["realism"] = Figure(frechet_distance(real, features(case.oracle, run.images(0))), n=len(sets))
@@ -81,15 +83,13 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
     return figures
 
 
-def sparsities(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) -> list[float | None]:
-    """The sparsity of each picture's first counterfactual, None where that is no valid flip."""
-    run = run_of(case, row, data, sets)
-    valid = run.flipped(0) & run.confirmed(0)
-    return [float(s) if good else None for s, good in zip(sparsity(change(case.oracle, run)), valid, strict=True)]
+def valid_flips(run: Run) -> np.ndarray:
+    """[N, K] whether the student flips and the evaluator confirms it."""
+    return np.stack([run.flipped(k) & run.confirmed(k) for k in range(K)], axis=1)
 
 
 def on_same_pictures(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Figures:
-    """Our sparsity and theirs on pictures that both flip validly.
+    """Our sparsity and theirs on pictures that both flip validly; None stands for a picture that one does not.
 
     A method that flips only what a small edit flips has the sparsity of easy pictures; side by side it has not.
     """
@@ -115,12 +115,6 @@ def round_trip(case: Case, data: Sample) -> Tensor:
     prior = case.prior("latent")
     with torch.no_grad():
         return torch.cat([prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)])
-
-
-def sparsity_between(case: Case, before: Tensor, after: Tensor) -> Figure:
-    """Mean sparsity of the changes from images to images."""
-    delta = features(case.oracle, after) - features(case.oracle, before)
-    return Figure.of(mean_of(sparsity(delta.numpy())))
 
 
 def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:

@@ -2,26 +2,41 @@
 
 import argparse
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
-from benchmarks.tables.attributes import ORACLE, Attributes, controls
+from audit.metrics import diversity
+from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
-from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets
+from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
-from benchmarks.tables.figures import Figure, measured, on_same_pictures, sparsities
+from benchmarks.tables.figures import Figure, Figures, measured, on_same_pictures, valid_flips
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
-from benchmarks.tables.plan import ROWS, SOURCES, Row
-from benchmarks.tables.printing import ATTRIBUTES, COLUMNS1, COLUMNS2, COLUMNS3, GRID_COLUMNS, MOVED, SAME, Table, grid
+from benchmarks.tables.plan import ROWS, SOURCES, K, Row
+from benchmarks.tables.printing import (
+    COLUMNS1,
+    COLUMNS2,
+    COLUMNS3,
+    ENCODED,
+    GRID_COLUMNS,
+    IN_ORACLE,
+    MOVED,
+    SAME,
+    Column,
+    Table,
+    grid,
+)
 from benchmarks.tables.records import Found, Records, as_figures, as_found
 from engine.counterfactual import CounterfactualSet
 from engine.errors import Cancelled, PfungstError
@@ -29,8 +44,8 @@ from engine.methods import DEFAULT, AnySettings
 
 HOME = Path(benchmarks.tables.__file__).parents[2]
 OWN = Row.of(DEFAULT)
-EACH = "sparsities"
-"""In a record of Table 1, beside its figures: the sparsity of each picture."""
+VALID = "valid"
+"""In a record of Table 1, beside its figures: whether each picture's first counterfactual is a valid flip."""
 
 
 def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], dict[str, Any], Image.Image | None]:
@@ -74,10 +89,12 @@ class Filling:
     clocks: list[Clock] = field(default_factory=list)
     costs: dict[int, Table] = field(default_factory=dict)
     """Table 3 by the batch that is timed: the first is `tables[3]`, the others are printed under it."""
-    sparse: dict[str, list[float | None]] = field(default_factory=dict)
-    """By row: the sparsity of each picture's first counterfactual, None where that is no valid flip."""
-    changes: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By row: how far each attribute of each picture went in the first counterfactual."""
+    told: dict[str, Figures] = field(default_factory=dict)
+    """By row: the figures of Table 1 and of what stands under it."""
+    valid: dict[str, np.ndarray] = field(default_factory=dict)
+    """By row: [N] whether each picture's first counterfactual is a valid flip."""
+    changes: dict[str, np.ndarray] = field(default_factory=dict)
+    """By row: [N, A] how far each attribute of each picture went in the first counterfactual."""
     made: dict[str, list[CounterfactualSet]] = field(default_factory=dict)
     """By row: counterfactuals that were made in this run."""
 
@@ -94,7 +111,10 @@ class Filling:
                 return
             if 1 in self.tables:
                 self.fill_methods(row, settings)
+            if row.name in self.told:
                 self.fill_changes(row, settings)
+                self.fill_pairs(row, settings)
+                self.tables[1].rows[row.name] = chosen(self.told[row.name], COLUMNS1)
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
             if 3 in self.tables:
@@ -146,7 +166,7 @@ class Filling:
             data = self.case.world.sample(self.arguments.n, TEST_SEED)
             sets = self.made[row.name] = make_sets(self.case, row, settings, data, self.records.unfinished)
             found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
-            found[EACH] = sparsities(self.case, row, data, sets)
+            found[VALID] = valid_flips(run_of(self.case, row, data, sets))[:, 0].tolist()
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
             return found
 
@@ -154,17 +174,15 @@ class Filling:
         found = self.records.once("table1", row.name, of, work if row in self.asked else None)
         if found is not None:
             shutil.rmtree(self.records.unfinished / row.name, ignore_errors=True)
-            self.tables[1].rows[row.name] = as_figures({name: one for name, one in found.items() if name != EACH})
-            self.sparse[row.name] = found[EACH]
+            self.told[row.name] = as_figures({name: one for name, one in found.items() if name != VALID})
+            self.valid[row.name] = np.array(found[VALID])
             self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
 
     def fill_changes(self, row: Row, settings: AnySettings) -> None:
-        """Which attributes the row's first counterfactuals moved.
+        """Which attributes the row's first counterfactuals moved, and how sparse that is.
 
         Rows that were measured before this was asked have no counterfactuals any more; their first ones are made again.
         """
-        if row.name not in self.tables[1].rows:
-            return
 
         def work() -> Found:
             data, first = self.case.world.sample(self.arguments.n, TEST_SEED), self.case.firsts(row, settings)
@@ -172,61 +190,113 @@ class Filling:
             change = self.attributes.change(data.images, torch.stack([one.images[0] for one in sets]))
             return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
 
-        of = {**self.counterfactuals_of(row, settings), "reader": self.attributes.reader.content_hash}
-        found = self.records.once(ATTRIBUTES, row.name, of, work if row in self.asked else None)
+        found = self.records.once("attributes", row.name, self.read_of(row, settings), self.if_asked(row, work))
         if found is not None:
-            shutil.rmtree(self.records.again / row.name, ignore_errors=True)
-            self.changes[row.name] = found["change"]
+            self.changes[row.name] = np.array(found["change"])
+            self.told[row.name] |= self.attributes.figures(self.changes[row.name], self.valid[row.name])
+
+    def fill_pairs(self, row: Row, settings: AnySettings) -> None:
+        """How different the first two counterfactuals are in their attributes, where both are valid.
+
+        Of a row whose counterfactuals are gone, pictures without a valid first one are not made again.
+        """
+
+        def work() -> Found:
+            rows = np.flatnonzero(self.valid[row.name]).tolist()
+            data, change = self.case.world.sample(self.arguments.n, TEST_SEED).pick(rows), []
+            if rows:
+                made = self.made.get(row.name)
+                sets = (
+                    [made[picture] for picture in rows]
+                    if made
+                    else make_sets(self.case, row, settings, data, self.records.again, rows)
+                )
+                run = run_of(self.case, row, data, sets)
+                both = valid_flips(run).all(axis=1)
+                moved = [self.attributes.change(data.images, run.images(k)) for k in range(K)]
+                change = np.stack(moved, axis=1)[both].round(4).tolist()
+            return {"attributes": list(self.attributes.reader.labels), "change": change}
+
+        found = self.records.once("pairs", row.name, self.read_of(row, settings), self.if_asked(row, work))
+        if found is not None:
+            change = np.array(found["change"]).reshape(-1, K, len(found["attributes"]))
+            different = diversity(self.attributes.encoded(change), np.ones(change.shape[:2], dtype=bool)).absolute
+            self.told[row.name]["diversity"] = Figure.of(different)
+            if row.name in self.changes:  # else batches of first counterfactuals may still wait
+                shutil.rmtree(self.records.again / row.name, ignore_errors=True)
+
+    def if_asked(self, row: Row, work: Callable[[], Found]) -> Callable[[], Found] | None:
+        """Work that is done for rows that were asked for."""
+        return work if row in self.asked else None
+
+    def read_of(self, row: Row, settings: AnySettings) -> dict[str, Any]:
+        """What the attributes of a row's counterfactuals depend on, for their record."""
+        return {**self.counterfactuals_of(row, settings), "reader": self.attributes.reader.content_hash}
 
     def beside(self) -> list[Table]:
-        """What stands under Table 1: what the edits moved, and sparsity on the pictures that two methods both flip."""
-        world, titles, tables = self.case.world, self.tables[1].titles, list[Table]()
-        if self.changes:
-            shown = controls(self.case, self.attributes, world.sample(self.arguments.n, TEST_SEED))
-            found = {
-                name: self.attributes.figures(change) | {ORACLE: self.tables[1].rows[name]["sparsity"]}
-                for name, change in self.changes.items()
-            }
+        """What stands under Table 1: other encodings and what they are worth, what the edits moved, equal pictures."""
+        if not self.changes:
+            return []
+        world, titles = self.case.world.name, self.tables[1].titles
+        shown = controls(self.case, self.attributes, self.case.world.sample(self.arguments.n, TEST_SEED))
+        rows = {name: self.told[name] for name in self.changes}
+        rows |= {name: control.figures(self.attributes) for name, control in shown.items()}
+        tell = worth(self.attributes, shown)
+
+        def told(title: str, key: str, columns: tuple[Column, ...]) -> Table:
+            picked = {name: chosen(figures, columns) for name, figures in rows.items()}
+            return Table(title, columns, {}, rows=picked, titles=titles, key=key, controls=frozenset(shown))
+
+        tables = [
+            told(f"Sparsity and diversity on {world}, by what they are measured in", "encodings", ENCODED),
+            Table(
+                f"What an encoding of {world} can tell: how often a perfect edit, one attribute turned over in the "
+                "world, is sparser in it than another change",
+                tuple(Column(name, name.removeprefix(CONTROL)) for name in next(iter(tell.values()))),
+                {},
+                rows=tell,
+                key="worth",
+            ),
+            told(
+                f"What the first counterfactuals of {world} changed, of the {len(self.attributes.factors)} attributes "
+                "of its pictures that a network can read",
+                "attributes",
+                MOVED,
+            ),
+        ]
+        if OWN.name in self.changes:
+            ours, others = self.sparse(OWN.name), [name for name in self.changes if name != OWN.name]
             tables.append(
                 Table(
-                    f"What the first counterfactuals of {world.name} changed, of the {len(self.attributes.factors)} "
-                    "attributes of its pictures that a network can read",
-                    MOVED,
-                    {},
-                    rows=found | shown,
-                    titles=titles,
-                    key=ATTRIBUTES,
-                    controls=frozenset(shown),
-                )
-            )
-        if OWN.name in self.sparse:
-            ours = self.sparse[OWN.name]
-            tables.append(
-                Table(
-                    f"Sparsity on {world.name}, on the pictures that a method and SCE-LITE-HQ both flip validly",
+                    f"Sparsity on {world}, on the pictures that a method and SCE-LITE-HQ both flip validly",
                     SAME,
                     {},
-                    rows={name: on_same_pictures(ours, its) for name, its in self.sparse.items() if name != OWN.name},
+                    rows={name: on_same_pictures(ours, self.sparse(name)) for name in others},
                     titles=titles,
                     key="sparsity_on_same_pictures",
                 )
             )
         return tables
 
+    def sparse(self, name: str) -> list[float | None]:
+        """The sparsity of each picture's first counterfactual, None where that is no valid flip."""
+        found = self.attributes.sparsities(self.changes[name])
+        return [float(one) if valid else None for one, valid in zip(found, self.valid[name], strict=True)]
+
     def fill_sources(self, settings: AnySettings) -> None:
-        """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source."""
+        """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source, in the oracle's features."""
         table = self.tables[2]
         for source in SOURCES:
             recipe = settings.changed(gradient=source)
             if recipe == settings and 1 in self.tables and OWN.name in self.tables[1].rows:  # it is the row of Table 1
-                table.rows[source] = {c.key: self.tables[1].rows[OWN.name][c.key] for c in COLUMNS2}
+                table.rows[source] = in_oracle(self.told[OWN.name])
                 continue
 
             def work(recipe: AnySettings = recipe) -> Found:
                 data = self.case.world.sample(self.arguments.n, TEST_SEED)
                 sets = make_sets(self.case, OWN, recipe, data)
                 figures = measured(self.case, OWN, data, sets, repairs=0)
-                return as_found({column.key: figures[column.key] for column in COLUMNS2})
+                return as_found(in_oracle(figures))
 
             try:
                 of = self.counterfactuals_of(OWN, recipe)
@@ -285,8 +355,8 @@ class Filling:
                 titles=self.titles,
             ),
             2: Table(
-                f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n} (in brackets: the paper, "
-                "CelebA-Blond)",
+                f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n}, sparsity and diversity in the "
+                "oracle's features (in brackets: the paper, CelebA-Blond)",
                 COLUMNS2,
                 PAPER2,
                 titles=SOURCES,
@@ -308,6 +378,16 @@ class Filling:
             PAPER3,
             titles={**self.titles, OWN.name + ON_ONNX: f"{OWN.title}, ONNX Runtime"},
         )
+
+
+def chosen(figures: Figures, columns: tuple[Column, ...]) -> Figures:
+    """The figures of some columns, as far as there are any."""
+    return {column.key: figures[column.key] for column in columns if column.key in figures}
+
+
+def in_oracle(figures: Figures) -> Figures:
+    """Table 2's columns, which no reader of attributes is asked for."""
+    return {column.key: figures[IN_ORACLE.get(column.key, column.key)] for column in COLUMNS2}
 
 
 def compare_cost(table: Table) -> None:

@@ -40,7 +40,6 @@ class Column:
 COLUMNS1 = (
     Column("na", "NA"),
     Column("sparsity", "sparsity"),
-    Column("sparsity_valid", "sparsity of valid"),
     Column("nafr", "NAFR"),
     Column("diversity", "diversity"),
     Column("gain", "gain"),
@@ -49,22 +48,29 @@ COLUMNS1 = (
     Column("realism", "Fréchet", more=False, percent=False, digits=2),
 )
 COLUMNS2 = tuple(c for key in ("nafr", "na", "sparsity", "diversity") for c in COLUMNS1 if c.key == key)
+IN_ORACLE = {"sparsity": "sparsity_oracle", "diversity": "diversity_oracle"}
+"""Columns of Table 2 that are measured in the oracle's features, and what they are called where both encodings are."""
+ENCODED = (
+    Column("sparsity", "sparsity by attributes"),
+    Column("sparsity_valid", "of valid flips"),
+    Column("hoyer", "Hoyer's"),
+    Column("sparsity_deviations", "in standard deviations"),
+    Column("sparsity_oracle", "in the oracle's features"),
+    Column("sparsity_oracle_valid", "there, of valid flips"),
+    Column("diversity", "diversity by attributes"),
+    Column("diversity_oracle", "in the oracle's features"),
+)
+MOVED = (
+    Column("changed", "attributes changed", more=False, percent=False),
+    Column("nuisances", "of them neither label nor confounder", more=False, percent=False),
+    Column("confounder", "confounder changed", ranked=False),
+    Column("label", "label changed", ranked=False),
+)
 SAME = (
     Column("pictures", "pictures", percent=False, digits=0, ranked=False),
     Column("theirs", "its sparsity", ranked=False),
     Column("ours", "SCE-LITE-HQ's", ranked=False),
     Column("lead", "difference", ranked=False),
-)
-ATTRIBUTES = "attributes"
-"""Key of the table of what the edits changed."""
-MOVED = (
-    Column("sparsity", "sparsity"),
-    Column("oracle", "sparsity in the oracle's features"),
-    Column("hoyer", "Hoyer's sparsity"),
-    Column("changed", "attributes changed", more=False, percent=False),
-    Column("nuisances", "of them neither label nor confounder", more=False, percent=False),
-    Column("confounder", "confounder changed", ranked=False),
-    Column("label", "label changed", ranked=False),
 )
 COLUMNS3 = (
     Column("seconds_per_sample", "seconds per sample", more=False, percent=False, digits=2),

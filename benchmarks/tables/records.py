@@ -4,8 +4,9 @@
     FOLDER/WORLD/table1/METHOD.json        figures, with the first counterfactuals as METHOD.png
     FOLDER/WORLD/table2/SOURCE.json, table3/batch-N/METHOD.json
     FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
+    FOLDER/WORLD/pairs/METHOD.json         the same of pictures with two valid counterfactuals, for both of them
     FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until their row of Table 1 is complete
-    FOLDER/WORLD/again/METHOD/             the same of first counterfactuals, made once more for their attributes
+    FOLDER/WORLD/again/METHOD/             the same of counterfactuals that are made once more for their attributes
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
 settings, pictures. Where any of that differs it counts for nothing, and the part is measured again. It knows nothing of
@@ -43,7 +44,7 @@ class Records:
 
     @property
     def again(self) -> Path:
-        """The same for first counterfactuals that are made once more, for a figure that their row lacks."""
+        """The same for counterfactuals that are made once more, for a figure that their row lacks."""
         return self.folder / "again"
 
     def once(self, part: str, name: str, of: Mapping[str, Any], work: Callable[[], Found] | None) -> Found | None:

@@ -20,7 +20,7 @@ from benchmarks.tables import cost as costs
 from benchmarks.tables import figures as judged
 from benchmarks.tables import network
 from benchmarks.tables.__main__ import changes_of
-from benchmarks.tables.attributes import Attributes, controls
+from benchmarks.tables.attributes import ENCODINGS, Attributes, controls, share_above, worth
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import Case, change, hash_of_causes, make_sets, open_case, read_sets, run_of, write_sets
 from benchmarks.tables.cost import Timing
@@ -29,7 +29,7 @@ from benchmarks.tables.filling import compare_cost, fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3
 from benchmarks.tables.plan import CANDIDATES, IN_PIXELS, ROWS, SHORT, SOURCES, TRIALS, K, Row
-from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, LABEL_WIDTH, MOVED, Column, Table, grid
+from benchmarks.tables.printing import COLUMNS1, COLUMNS2, COLUMNS3, ENCODED, LABEL_WIDTH, MOVED, Column, Table, grid
 from benchmarks.tables.records import Records, as_figures, as_found
 from engine.errors import InputError, PriorError, RecipeError, WeightsError
 from engine.methods import METHODS, Method
@@ -147,22 +147,34 @@ def test_a_table_prints_what_stands_beside_it() -> None:
 
 
 def test_by_attributes_turning_one_thing_over_is_sparser_than_anything_else(case: Case) -> None:
-    shown = controls(case, Attributes.of(case.world), case.world.sample(24, 7))
-    spurious, label, *others = (figures["sparsity"] for figures in shown.values())
+    attributes = Attributes.of(case.world)
+    shown = controls(case, attributes, case.world.sample(24, 7))
+    told = {name: control.figures(attributes) for name, control in shown.items()}
+    spurious, label, *others = (figures["sparsity"] for figures in told.values())
     assert min(spurious.lower, label.lower) > 0.88 > 0.8 > max(other.upper for other in others)
-    turned, noise, another = shown["control: label turned over in the world"], *list(shown.values())[2::2]
+    turned, noise, another = told["control: label turned over in the world"], *list(told.values())[2::2]
     assert turned["label"].value == 1 and turned["confounder"].value < 0.2
     assert noise["changed"].value < 1 < turned["changed"].value < 5 < another["changed"].value
 
 
-def test_the_oracles_features_hardly_tell_a_perfect_edit_from_none_and_find_turning_the_label_over_dense(
-    case: Case,
-) -> None:
-    data = case.world.sample(40, 1)
-    shown = controls(case, Attributes.of(case.world), data)
-    spurious, label, noise, trip, _ = (figures["oracle"] for figures in shown.values())
-    assert label.value < 0.6 and all(0.75 < one.value < 0.9 and one.n == 40 for one in (spurious, noise, trip))
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_sparsity_is_measured_where_a_perfect_edit_is_told_from_none(case: Case, name: str) -> None:
+    world = WORLDS[name]
+    case = dataclasses.replace(case, world=world, oracle=open_classifier(world, "oracle"), _priors={})
+    attributes, data = Attributes.of(world), world.sample(40, 1)
     assert torch.equal(noisy(data), noisy(data))  # the same noise every time
+    shown = controls(case, attributes, data)
+    told = worth(attributes, shown)
+    assert list(told) == list(ENCODINGS.values())
+    assert all(set(row) == {one for one, control in shown.items() if not control.perfect} for row in told.values())
+    own, deviations, oracle = ([figure.value for figure in row.values()] for row in told.values())
+    assert all(value > 0.99 for value in own) and all(a >= b for a, b in zip(own, deviations, strict=True))
+    # The oracle's features know the label alone: no edit at all is sparser there than half of the perfect ones.
+    assert max(oracle[:2]) < 0.5
+
+
+def test_a_share_above_is_that_of_all_pairs_and_a_tie_counts_half() -> None:
+    assert share_above(np.array([1.0, 2.0]), np.array([0.0, 1.0, 3.0])) == pytest.approx((1.5 + 2) / 6)
 
 
 def test_attributes_that_moved_are_counted_in_units_of_what_the_reader_errs_by(case: Case) -> None:
@@ -173,28 +185,51 @@ def test_attributes_that_moved_are_counted_in_units_of_what_the_reader_errs_by(c
     change[0, names.index("confounder")] = -2.0
     change[0, [names.index("background_hue_cos"), names.index("background_hue_sin")]] = 0.3, 0.4
     change[1, names.index("x")], change[1, names.index("label")] = 1.0, 0.05
-    figures = attributes.figures(change)  # the third picture is as it was
+    valid = np.array([True, False, True])
+    figures = attributes.figures(change, valid)  # the third picture is as it was
     assert figures["changed"] == Figure.of(mean_of(np.array([1, 1])))  # 0.5 of the hue is no more than the error
     assert figures["nuisances"].value == figures["confounder"].value == 0.5 and figures["label"].value == 0
     assert figures["sparsity"].value == pytest.approx(((1 - 21 / 4 / 20) + (1 - 2.5 / 4 / 2)) / 2)
-    assert figures["sparsity"].n == 2
+    assert figures["sparsity_valid"] == Figure.of(mean_of(np.array([1 - 21 / 4 / 20])))
+    assert figures["sparsity_deviations"].value == pytest.approx(((1 - 2.5 / 4 / 2) + (1 - 1.05 / 4)) / 2)
+    assert figures["sparsity"].n == 2 and math.isnan(attributes.sparsities(change)[2])
 
 
-def test_a_row_without_counterfactuals_has_its_first_ones_made_again_for_its_attributes(
+def test_directions_are_compared_in_the_units_that_lengths_are_measured_in(case: Case) -> None:
+    reader = open_reader(case.world)
+    attributes = Attributes(reader, ("background_hue", "label"), np.array([0.5, 0.1]))
+    change = np.random.default_rng(5).normal(size=(3, 2, len(reader.labels)))
+    encoded = attributes.encoded(change)
+    assert encoded.shape == (3, 2, 3)  # a hue is an angle, which is two attributes
+    lengths = attributes.moved(change.reshape(6, -1)) / attributes.error
+    assert np.allclose(np.linalg.norm(encoded, axis=2).ravel(), np.linalg.norm(lengths, axis=1))
+
+
+def test_a_row_without_counterfactuals_has_them_made_again_for_their_attributes(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, arguments = Row.of("diffeocf"), asked_for(tmp_path, trials=0)
     first = fill(case, arguments)[0][1].chain()
-    record = tmp_path / "portraits" / "attributes" / "diffeocf.json"
-    kept = json.loads(record.read_text())
-    record.unlink()
+    records = [tmp_path / "portraits" / part / "diffeocf.json" for part in ("attributes", "pairs")]
+    kept = [json.loads(record.read_text()) for record in records]
+    valid = json.loads((tmp_path / "portraits" / "table1" / "diffeocf.json").read_text())["found"]["valid"]
+    for record in records:
+        record.unlink()
+    again = tmp_path / "portraits" / "again" / "diffeocf"
+    again.mkdir(parents=True)
     calls = counted(monkeypatch, "diffeocf")
-    again = fill(case, arguments)[0][1].chain()
-    assert calls == [2, 2] and json.loads(record.read_text()) == kept
+    assert len(fill(case, asked_for(tmp_path, methods=[], trials=0))[0][1].chain()) == 1
+    assert not calls and again.is_dir()  # a run that only shows leaves begun batches alone
+    second = fill(case, arguments)[0][1].chain()
+    pairs = [2] * (sum(valid) // 2) + [1] * (sum(valid) % 2)  # of pictures with a valid first one
+    assert calls == [2, 2, *pairs] and json.loads(records[0].read_text()) == kept[0]
+    found = np.array(json.loads(records[1].read_text())["found"]["change"])
+    assert found.size and np.allclose(found, kept[1]["found"]["change"], atol=1e-3)  # the same seeds in other batches
     assert case.firsts(row, case.start(row)).k == 1 and case.firsts(Row.of("dive"), case.start(Row.of("dive"))).k == K
-    assert not (tmp_path / "portraits" / "again" / "diffeocf").exists()
-    assert [table.key for table in again] == ["", "attributes"] == [table.key for table in first]
-    assert again[1].rows["diffeocf"] == first[1].rows["diffeocf"] and len(again[1].controls) == 5
+    assert not again.exists()
+    assert [table.key for table in second] == ["", "encodings", "worth", "attributes"] == [one.key for one in first]
+    assert second[1].rows["diffeocf"].keys() == {column.key for column in ENCODED} and len(second[1].controls) == 5
+    assert second[3].rows == first[3].rows
 
 
 # Counterfactuals -------------------------------------------------------------------------------------------------
@@ -320,13 +355,14 @@ def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
     row, data = Row.of("diffeocf"), case.world.sample(4, 5)
     sets = make_sets(case, row, case.start(row), data)
     figures = measured(case, row, data, sets, repairs=0)
-    assert set(figures) == {column.key for column in COLUMNS1}
+    encoded = {"sparsity_oracle", "sparsity_oracle_valid", "diversity_oracle"}
+    assert set(figures) == {column.key for column in COLUMNS1} - {"sparsity", "diversity"} | encoded
     for name in ("na", "nafr", "flip_rate"):
         assert figures[name].lower <= figures[name].value <= figures[name].upper
     assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
     assert math.isnan(figures["gain"].value)
     every = sparsity(change(case.oracle, run_of(case, row, data, sets)))
-    assert figures["sparsity"].n == 4 and figures["sparsity"].value == pytest.approx(every.mean())
+    assert figures["sparsity_oracle"].n == 4 and figures["sparsity_oracle"].value == pytest.approx(every.mean())
     nothing = torch.zeros(4, K, dtype=torch.bool).numpy()
     monkeypatch.setattr(judged, "average_group_accuracy", lambda *_: pytest.fail("nothing was to be learned"))
     assert judged.gained(case, run_of(case, row, data, sets), nothing, repairs=2) == Figure(0.0, n=0)
