@@ -14,7 +14,7 @@ A row that cannot run, for want of weights or because its method breaks, stands 
     paper          the paper's numbers                       cost       Table 3 in numbers
     case           what is compared, counterfactuals         filling    rows from records, or measured
     calibration    the best candidate of a method            records    what is kept from run to run
-    network        the pixel-space network on ONNX Runtime   attributes what the edits changed, beside Table 1
+    network        the pixel-space network on ONNX Runtime   attributes what sparsity is measured in, and its worth
                                                              printing   Markdown, CSV, JSON, picture grid
 
 How long N = 100 takes for one world and one thread, as a model from counted calls. A row makes 240 counterfactuals: 200

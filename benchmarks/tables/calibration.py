@@ -18,11 +18,11 @@ FINALISTS = 2
 def calibrate(case: Case, row: Row, trials: int, pictures: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the best of the method's first `trials` candidates, what each did) on as many pictures for every method.
 
-    The score is the sparsity of flips that the evaluator confirms, where any other picture counts as 0: what Table 1
-    shows as NAFR and sparsity of valid, in one number without a weight. Edited area, by which `pfungst calibrate`
-    judges, would prefer a baseline that fails with small edits to one that succeeds with large ones, and SCE-LITE-HQ's
-    sharp gradient to its smoothed one. All candidates are scored on the first third of the pictures, the best two of
-    them on all. The earlier candidate wins where two are equal, the method's own defaults first of all.
+    The score is the sparsity, in the oracle's features, of flips that the evaluator confirms, where any other picture
+    counts as 0: NAFR and the sparsity of valid flips in one number without a weight. Edited area, by which `pfungst
+    calibrate` judges, would prefer a baseline that fails with small edits to one that succeeds with large ones, and
+    SCE-LITE-HQ's sharp gradient to its smoothed one. All candidates are scored on the first third of the pictures, the
+    best two of them on all. The earlier candidate wins where two are equal, the method's own defaults first of all.
     """
     if trials < 1:
         return {}, []
