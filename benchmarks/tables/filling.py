@@ -221,7 +221,10 @@ class Filling:
         if found is not None:
             change = np.array(found["change"]).reshape(-1, K, len(found["attributes"]))
             different = diversity(self.attributes.encoded(change), np.ones(change.shape[:2], dtype=bool)).absolute
-            self.told[row.name]["diversity"] = Figure.of(different)
+            self.told[row.name] |= {
+                "diversity": Figure.of(different),
+                "pairs": Figure(float(len(change)), n=len(change)),
+            }
             if row.name in self.changes:  # else batches of first counterfactuals may still wait
                 shutil.rmtree(self.records.again / row.name, ignore_errors=True)
 

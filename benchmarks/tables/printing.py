@@ -59,6 +59,7 @@ ENCODED = (
     Column("sparsity_oracle_valid", "there, of valid flips"),
     Column("diversity", "diversity by attributes"),
     Column("diversity_oracle", "in the oracle's features"),
+    Column("pairs", "pictures with two valid ones", percent=False, digits=0, ranked=False),
 )
 MOVED = (
     Column("changed", "attributes changed", more=False, percent=False),
