@@ -12,7 +12,7 @@ import torch
 import benchmarks.tables
 from benchmarks.numbers import write_numbers
 from benchmarks.quality import RESULTS
-from benchmarks.tables.case import BATCH, open_case
+from benchmarks.tables.case import BATCH, TEST_SEED, open_case
 from benchmarks.tables.cost import TIMING_BATCH
 from benchmarks.tables.figures import GAIN_SEEDS
 from benchmarks.tables.filling import fill
@@ -75,6 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--world", choices=list(WORLDS), default="portraits")
     parser.add_argument("--n", type=int, default=100, help="pictures (default: 100)")
+    parser.add_argument("--seed", type=int, default=TEST_SEED, help="of the pictures; others need other --records")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--methods",

@@ -19,7 +19,7 @@ import benchmarks.tables
 from audit.metrics import diversity
 from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
-from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
+from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, Case, make_sets, run_of
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
 from benchmarks.tables.figures import Figure, Figures, measured, on_same_pictures, valid_flips
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
@@ -41,6 +41,7 @@ from benchmarks.tables.records import Found, Records, as_figures, as_found
 from engine.counterfactual import CounterfactualSet
 from engine.errors import Cancelled, PfungstError
 from engine.methods import DEFAULT, AnySettings
+from worlds.world import Sample
 
 HOME = Path(benchmarks.tables.__file__).parents[2]
 OWN = Row.of(DEFAULT)
@@ -69,7 +70,7 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
         filling.tables[1].beside = chained(filling.beside())
     if 3 in filling.tables:
         filling.fill_costs()
-    originals = case.world.sample(arguments.n, TEST_SEED).images[:GRID_COLUMNS]
+    originals = filling.data.images[:GRID_COLUMNS]
     shown = {row.name for row in rows if any(table.has(row.name) for table in filling.tables.values())}
     tuned = {name: settings for name, settings in filling.tuned.items() if name in shown}
     return filling.tables, tuned, grid(originals, filling.pictures) if filling.pictures else None
@@ -97,6 +98,11 @@ class Filling:
     """By row: [N, A] how far each attribute of each picture went in the first counterfactual."""
     made: dict[str, list[CounterfactualSet]] = field(default_factory=dict)
     """By row: counterfactuals that were made in this run."""
+
+    @cached_property
+    def data(self) -> Sample:
+        """The pictures that all methods explain."""
+        return self.case.world.sample(self.arguments.n, self.arguments.seed)
 
     @cached_property
     def attributes(self) -> Attributes:
@@ -163,10 +169,9 @@ class Filling:
         """Table 1's row of a method, and its counterfactuals in the grid."""
 
         def work() -> Found:
-            data = self.case.world.sample(self.arguments.n, TEST_SEED)
-            sets = self.made[row.name] = make_sets(self.case, row, settings, data, self.records.unfinished)
-            found = as_found(measured(self.case, row, data, sets, self.arguments.repairs))
-            found[VALID] = valid_flips(run_of(self.case, row, data, sets))[:, 0].tolist()
+            sets = self.made[row.name] = make_sets(self.case, row, settings, self.data, self.records.unfinished)
+            found = as_found(measured(self.case, row, self.data, sets, self.arguments.repairs))
+            found[VALID] = valid_flips(run_of(self.case, row, self.data, sets))[:, 0].tolist()
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
             return found
 
@@ -185,9 +190,9 @@ class Filling:
         """
 
         def work() -> Found:
-            data, first = self.case.world.sample(self.arguments.n, TEST_SEED), self.case.firsts(row, settings)
-            sets = self.made.get(row.name) or make_sets(self.case, row, first, data, self.records.again)
-            change = self.attributes.change(data.images, torch.stack([one.images[0] for one in sets]))
+            first = self.case.firsts(row, settings)
+            sets = self.made.get(row.name) or make_sets(self.case, row, first, self.data, self.records.again)
+            change = self.attributes.change(self.data.images, torch.stack([one.images[0] for one in sets]))
             return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
 
         found = self.records.once("attributes", row.name, self.read_of(row, settings), self.if_asked(row, work))
@@ -203,7 +208,7 @@ class Filling:
 
         def work() -> Found:
             rows = np.flatnonzero(self.valid[row.name]).tolist()
-            data, change = self.case.world.sample(self.arguments.n, TEST_SEED).pick(rows), []
+            data, change = self.data.pick(rows), []
             if rows:
                 made = self.made.get(row.name)
                 sets = (
@@ -241,7 +246,7 @@ class Filling:
         if not self.changes:
             return []
         world, titles = self.case.world.name, self.tables[1].titles
-        shown = controls(self.case, self.attributes, self.case.world.sample(self.arguments.n, TEST_SEED))
+        shown = controls(self.case, self.attributes, self.data)
         rows = {name: self.told[name] for name in self.changes}
         rows |= {name: control.figures(self.attributes) for name, control in shown.items()}
         tell = worth(self.attributes, shown)
@@ -296,9 +301,8 @@ class Filling:
                 continue
 
             def work(recipe: AnySettings = recipe) -> Found:
-                data = self.case.world.sample(self.arguments.n, TEST_SEED)
-                sets = make_sets(self.case, OWN, recipe, data)
-                figures = measured(self.case, OWN, data, sets, repairs=0)
+                sets = make_sets(self.case, OWN, recipe, self.data)
+                figures = measured(self.case, OWN, self.data, sets, repairs=0)
                 return as_found(in_oracle(figures))
 
             try:
@@ -340,7 +344,7 @@ class Filling:
     def counterfactuals_of(self, row: Row, settings: AnySettings) -> dict[str, Any]:
         """What a row's counterfactuals are made of, for its record."""
         recipe = settings.model_dump(mode="json")
-        return {**self.case.models(row), "settings": recipe, "n": self.arguments.n, "seed": TEST_SEED}
+        return {**self.case.models(row), "settings": recipe, "n": self.arguments.n, "seed": self.arguments.seed}
 
     def gain_of(self) -> dict[str, Any]:
         """What the gain is measured of, for its record."""
