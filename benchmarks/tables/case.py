@@ -46,8 +46,8 @@ TEST_SEED = 880_001
 """Of the pictures that all methods explain. No setting was chosen by a figure on them; SCE-LITE-HQ's redrawing of
 portraits was, by their looks."""
 CHECK_SEED = 910_001
-"""Of pictures that nobody had seen when settings and encodings were fixed. The order of the rows is checked on them once,
-and shown whatever it is."""
+"""Of pictures that nobody had seen when settings and encodings were fixed. The order of the rows is checked on them
+once, and shown whatever it is."""
 N_GAIN_TEST = 2_000
 
 

@@ -19,7 +19,7 @@ import benchmarks.tables
 from audit.metrics import diversity
 from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
-from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, Case, make_sets, run_of
+from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
 from benchmarks.tables.figures import Figure, Figures, measured, on_same_pictures, valid_flips
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
@@ -37,7 +37,7 @@ from benchmarks.tables.printing import (
     Table,
     grid,
 )
-from benchmarks.tables.records import Found, Records, as_figures, as_found
+from benchmarks.tables.records import CALIBRATION, Found, Records, as_figures, as_found
 from engine.counterfactual import CounterfactualSet
 from engine.errors import Cancelled, PfungstError
 from engine.methods import DEFAULT, AnySettings
@@ -58,7 +58,8 @@ def fill(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, Table], d
     the reason. A row that was not asked for is there if it has a record.
     """
     asked = [Row.of(text) for text in arguments.methods]
-    filling = Filling(case, Records(arguments.records / case.world.name), arguments, asked)
+    pictures = "" if arguments.seed == TEST_SEED else str(arguments.seed)
+    filling = Filling(case, Records(arguments.records / case.world.name, pictures), arguments, asked)
     filling.costs = {batch: filling.empty_costs(batch) for batch in arguments.timing_batch if 3 in arguments.tables}
     filling.tables = {number: table for number, table in filling.empty().items() if number in arguments.tables}
     rows = [*(Row.of(text) for text in ROWS), *(row for row in asked if row.name not in ROWS)]
@@ -154,7 +155,7 @@ class Filling:
             return {"changes": changes, "trials": done}
 
         of = calibration_of(case, row, trials, count)
-        found = self.records.once("calibration", row.name, of, work if needed else None)
+        found = self.records.once(CALIBRATION, row.name, of, work if needed else None)
         if found is None and 3 not in self.tables:
             return None
         settings = case.start(row) if found is None else case.tried(row, found["changes"])
@@ -181,7 +182,7 @@ class Filling:
             shutil.rmtree(self.records.unfinished / row.name, ignore_errors=True)
             self.told[row.name] = as_figures({name: one for name, one in found.items() if name != VALID})
             self.valid[row.name] = np.array(found[VALID])
-            self.pictures[row.name] = self.records.pictures("table1", row.name, self.case.world.size)
+            self.pictures[row.name] = self.records.kept_pictures("table1", row.name, self.case.world.size)
 
     def fill_changes(self, row: Row, settings: AnySettings) -> None:
         """Which attributes the row's first counterfactuals moved, and how sparse that is.

@@ -7,6 +7,7 @@
     FOLDER/WORLD/pairs/METHOD.json         the same of pictures with two valid counterfactuals, for both of them
     FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until their row of Table 1 is complete
     FOLDER/WORLD/again/METHOD/             the same of counterfactuals that are made once more for their attributes
+    FOLDER/WORLD/SEED/table1/METHOD.json   and so on: all that was measured on other pictures than the tables' own
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
 settings, pictures. Where any of that differs it counts for nothing, and the part is measured again. It knows nothing of
@@ -29,6 +30,8 @@ from benchmarks.numbers import finite, write_numbers
 from benchmarks.tables.figures import Figure, Figures
 
 Found = dict[str, Any]
+CALIBRATION, COST = "calibration", "table3"
+"""Parts that are the same whatever pictures are explained."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,29 @@ class Records:
     """The records of one world."""
 
     folder: Path
+    pictures: str = ""
+    """The folder inside it of what depends on the pictures that are explained; none for the tables' own."""
+
+    @property
+    def explained(self) -> Path:
+        """Where everything lies that depends on the pictures explained: all but calibration and cost."""
+        return self.folder / self.pictures
 
     @property
     def unfinished(self) -> Path:
         """Where batches wait for the rest of their row; a later sitting goes on from them."""
-        return self.folder / "unfinished"
+        return self.explained / "unfinished"
 
     @property
     def again(self) -> Path:
         """The same for counterfactuals that are made once more, for a figure that their row lacks."""
-        return self.folder / "again"
+        return self.explained / "again"
 
     def once(self, part: str, name: str, of: Mapping[str, Any], work: Callable[[], Found] | None) -> Found | None:
         """What was found of a part, from its record or by doing the work now; None where there is neither."""
         known = json.loads(json.dumps(finite(of)))
-        file = self.folder / part / f"{name}.json"
+        elsewhere = part == CALIBRATION or part.startswith(COST)
+        file = (self.folder if elsewhere else self.explained) / part / f"{name}.json"
         if file.is_file():
             record = json.loads(file.read_text(encoding="utf-8"))
             if record["of"] == known:
@@ -64,11 +75,11 @@ class Records:
 
     def keep_pictures(self, part: str, name: str, images: Tensor) -> None:
         """Keeps images [N, 3, H, W] side by side."""
-        save_png(to_pil(torch.cat(list(images), dim=2)), self.folder / part / f"{name}.png")
+        save_png(to_pil(torch.cat(list(images), dim=2)), self.explained / part / f"{name}.png")
 
-    def pictures(self, part: str, name: str, width: int) -> Tensor:
+    def kept_pictures(self, part: str, name: str, width: int) -> Tensor:
         """Images that were kept, each `width` pixels wide."""
-        with Image.open(self.folder / part / f"{name}.png") as picture:
+        with Image.open(self.explained / part / f"{name}.png") as picture:
             pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
         return torch.stack(pixels.split(width, dim=2))
 

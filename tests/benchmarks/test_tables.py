@@ -18,11 +18,12 @@ from audit.metrics import mean_of, sparsity
 from benchmarks.tables import __main__ as command
 from benchmarks.tables import cost as costs
 from benchmarks.tables import figures as judged
-from benchmarks.tables import network
-from benchmarks.tables.__main__ import changes_of
+from benchmarks.tables import filling, network
+from benchmarks.tables.__main__ import changes_of, others
 from benchmarks.tables.attributes import ENCODINGS, Attributes, controls, share_above, worth
 from benchmarks.tables.calibration import calibrate
 from benchmarks.tables.case import (
+    CHECK_SEED,
     TEST_SEED,
     Case,
     change,
@@ -122,6 +123,12 @@ def test_the_papers_numbers_have_the_tables_columns() -> None:
     ours = PAPER3["sce-lite-hq"]["seconds_per_sample"]
     ratios = {name: round(PAPER3[name]["seconds_per_sample"] / ours, 1) for name in five}
     assert ratios == {"sce-lite-hq": 1.0, "fastdime": 2.7, "dime": 41.0, "ace": 38.0, "sce": 49.1}
+
+
+def test_pictures_that_are_not_the_tables_own_are_named() -> None:
+    assert others(TEST_SEED) == []
+    assert others(7) == ["The pictures are those of seed 7, not the tables' own."]
+    assert others(CHECK_SEED)[0].endswith("were fixed before any method had explained them.")
 
 
 def test_settings_can_be_shortened_and_given(tmp_path: Path) -> None:
@@ -241,6 +248,22 @@ def test_a_row_without_counterfactuals_has_them_made_again_for_their_attributes(
     assert [table.key for table in second] == ["", "encodings", "worth", "attributes"] == [one.key for one in first]
     assert second[1].rows["diffeocf"].keys() == {column.key for column in ENCODED} and len(second[1].controls) == 5
     assert second[3].rows == first[3].rows
+
+
+def test_other_pictures_have_rows_of_their_own_and_the_same_calibration(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = fill(case, asked_for(tmp_path, trials=0))[0][1]
+    monkeypatch.setattr(filling, "calibrate", lambda *_: pytest.fail("it is calibrated"))
+    check = fill(case, asked_for(tmp_path, trials=0, seed=CHECK_SEED))[0][1]
+    home = tmp_path / "portraits"
+    for part in ("table1", "attributes", "pairs"):
+        assert all((folder / part / "diffeocf.json").is_file() for folder in (home, home / str(CHECK_SEED)))
+    assert not (home / str(CHECK_SEED) / "calibration").exists()
+    assert own.rows["diffeocf"]["sparsity"] != check.rows["diffeocf"]["sparsity"]
+    for seed, table in ((TEST_SEED, own), (CHECK_SEED, check)):
+        shown = fill(case, asked_for(tmp_path, trials=0, methods=[], seed=seed))[0][1]
+        assert shown.markdown() == table.markdown()
 
 
 # Counterfactuals -------------------------------------------------------------------------------------------------
