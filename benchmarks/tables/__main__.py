@@ -151,8 +151,7 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "These tables used the oracle's features before, which know the label alone: in them no edit at all is as "
         "sparse as a perfect edit of the spurious feature and sparser than one of the label, as the table of what an "
         "encoding can tell shows, in which no method has a say. When that was changed, the order of nearly all rows in "
-        "either encoding was known; both are shown. Calibration and Table 2 are in the oracle's features still, for "
-        "all methods and sources alike.",
+        "either encoding was known; both are shown. Calibration is in the oracle's features still, for all methods.",
         "Rows called control are edits that nobody has to judge: one attribute turned over in the world itself, noise, "
         "a mere round trip, another picture altogether.",
         "All methods are timed in eager torch, SCE-LITE-HQ a second time on the product's ONNX Runtime. For "

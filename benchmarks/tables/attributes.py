@@ -10,7 +10,8 @@ attribute turned over in the world itself is the sparsest edit there is; noise a
 picture altogether changes everything. An encoding that does not put the first above the others tells nothing of edits.
 
 Shapes: images [N, 3, H, W] in [0, 1]; A attributes of the reader, F factors that it can read, L attributes of these;
-change [N, A], signed, in standard deviations of the world; moved [N, F], its lengths.
+change [N, A], signed, in standard deviations of the world; moved [N, F], its lengths; pairs [N, K, A], the changes of
+pictures with K valid counterfactuals.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from audit.classifier import HuggingFaceClassifier
-from audit.metrics import CONFIDENCE, Array, Bools, Floats, Rate, hoyer_sparsity, mean_of, sparsity
+from audit.metrics import CONFIDENCE, Array, Bools, Floats, Rate, diversity, hoyer_sparsity, mean_of, sparsity
+from benchmarks.quality import Run
 from benchmarks.tables.case import Case, moved_in_oracle
-from benchmarks.tables.figures import NOISE, Figure, Figures, noisy, round_trip, turned
+from benchmarks.tables.figures import NOISE, Figure, Figures, noisy, round_trip, turned, valid_flips
+from benchmarks.tables.plan import K
 from worlds.attributes import by_factor, factor_of, factors_of, legibility, read
 from worlds.store import open_reader
 from worlds.world import Sample, World
@@ -96,6 +99,21 @@ class Attributes:
             "nuisances": Figure.of(mean_of(nuisances.sum(1))),
             **{name: share_of(beyond[:, place]) for name, place in causes.items()},
         }
+
+    def figures_of_pairs(self, pairs: Floats) -> Figures:
+        """How different the first two counterfactuals are, where both are valid."""
+        different = diversity(self.encoded(pairs), np.ones(pairs.shape[:2], dtype=bool)).absolute
+        return {"diversity": Figure.of(different), "pairs": Figure(float(len(pairs)), n=len(pairs))}
+
+    def pairs(self, run: Run) -> Floats:
+        """[N, K, A] how far each attribute moved in all counterfactuals of the pictures where all are valid."""
+        change = np.stack([self.change(run.data.images, run.images(k)) for k in range(K)], axis=1)
+        return np.asarray(change[valid_flips(run).all(axis=1)])
+
+    def figures_of_run(self, run: Run) -> Figures:
+        """Everything of counterfactuals that are at hand."""
+        first = self.change(run.data.images, run.images(0))
+        return self.figures(first, valid_flips(run)[:, 0]) | self.figures_of_pairs(self.pairs(run))
 
 
 def share_of(hits: Bools) -> Figure:

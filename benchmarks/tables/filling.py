@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
-from audit.metrics import diversity
 from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
@@ -30,7 +29,6 @@ from benchmarks.tables.printing import (
     COLUMNS3,
     ENCODED,
     GRID_COLUMNS,
-    IN_ORACLE,
     MOVED,
     SAME,
     Column,
@@ -217,20 +215,13 @@ class Filling:
                     if made
                     else make_sets(self.case, row, settings, data, self.records.again, rows)
                 )
-                run = run_of(self.case, row, data, sets)
-                both = valid_flips(run).all(axis=1)
-                moved = [self.attributes.change(data.images, run.images(k)) for k in range(K)]
-                change = np.stack(moved, axis=1)[both].round(4).tolist()
+                change = self.attributes.pairs(run_of(self.case, row, data, sets)).round(4).tolist()
             return {"attributes": list(self.attributes.reader.labels), "change": change}
 
         found = self.records.once("pairs", row.name, self.read_of(row, settings), self.if_asked(row, work))
         if found is not None:
-            change = np.array(found["change"]).reshape(-1, K, len(found["attributes"]))
-            different = diversity(self.attributes.encoded(change), np.ones(change.shape[:2], dtype=bool)).absolute
-            self.told[row.name] |= {
-                "diversity": Figure.of(different),
-                "pairs": Figure(float(len(change)), n=len(change)),
-            }
+            pairs = np.array(found["change"]).reshape(-1, K, len(found["attributes"]))
+            self.told[row.name] |= self.attributes.figures_of_pairs(pairs)
             if row.name in self.changes:  # else batches of first counterfactuals may still wait
                 shutil.rmtree(self.records.again / row.name, ignore_errors=True)
 
@@ -293,21 +284,22 @@ class Filling:
         return [float(one) if valid else None for one, valid in zip(found, self.valid[name], strict=True)]
 
     def fill_sources(self, settings: AnySettings) -> None:
-        """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source, in the oracle's features."""
+        """Table 2: the tuned recipe of SCE-LITE-HQ with every gradient source."""
         table = self.tables[2]
         for source in SOURCES:
             recipe = settings.changed(gradient=source)
             if recipe == settings and 1 in self.tables and OWN.name in self.tables[1].rows:  # it is the row of Table 1
-                table.rows[source] = in_oracle(self.told[OWN.name])
+                table.rows[source] = chosen(self.told[OWN.name], COLUMNS2)
                 continue
 
             def work(recipe: AnySettings = recipe) -> Found:
                 sets = make_sets(self.case, OWN, recipe, self.data)
                 figures = measured(self.case, OWN, self.data, sets, repairs=0)
-                return as_found(in_oracle(figures))
+                figures |= self.attributes.figures_of_run(run_of(self.case, OWN, self.data, sets))
+                return as_found(chosen(figures, COLUMNS2))
 
             try:
-                of = self.counterfactuals_of(OWN, recipe)
+                of = self.read_of(OWN, recipe)
                 found = self.records.once("table2", source, of, work if self.asked else None)
                 if found is not None:
                     table.rows[source] = as_figures(found)
@@ -363,8 +355,8 @@ class Filling:
                 titles=self.titles,
             ),
             2: Table(
-                f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n}, sparsity and diversity in the "
-                "oracle's features (in brackets: the paper, CelebA-Blond)",
+                f"Table 2: gradient sources of SCE-LITE-HQ on {world.name}, N = {n} (in brackets: the paper, "
+                "CelebA-Blond)",
                 COLUMNS2,
                 PAPER2,
                 titles=SOURCES,
@@ -391,11 +383,6 @@ class Filling:
 def chosen(figures: Figures, columns: tuple[Column, ...]) -> Figures:
     """The figures of some columns, as far as there are any."""
     return {column.key: figures[column.key] for column in columns if column.key in figures}
-
-
-def in_oracle(figures: Figures) -> Figures:
-    """Table 2's columns, which no reader of attributes is asked for."""
-    return {column.key: figures[IN_ORACLE.get(column.key, column.key)] for column in COLUMNS2}
 
 
 def compare_cost(table: Table) -> None:
