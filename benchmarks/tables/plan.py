@@ -32,7 +32,7 @@ MEMORY: dict[str, dict[str, Any]] = {"ace": {"micro_batch": 4}, "sce": {"micro_b
 SHORT: dict[str, dict[str, Any]] = {
     **{name: {"steps": 50} for name in ("dime", "fastdime", "fastdime-2", "fastdime-2+")},
     "ace": {"iterations": (25,), "step_size": 2 / 255},
-    "sce": {"steps": 40, "iterations": (25,)},
+    "sce": {"steps": 33, "iterations": (25,)},
 }
 """Schedules of --short: a quarter of DiME's steps, half of ACE's and SCE's iterations. The tables say so. ACE's steps
 are twice as long then: 25 of 1/255 end before the portraits student is flipped, 50 of them or 25 of 2/255 do not."""
@@ -106,11 +106,11 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "sce": (
         {},
-        {"rate": 0.3},
-        {"rate": 3.0},
+        {"rate": 30.0},
         {"rate": 10.0},
-        {"rate": 3.0, "threshold": 0.3},
-        {"rate": 3.0, "strength": 0.15},
+        {"rate": 3.0},
+        {"rate": 10.0, "dilation": 7},
+        {"rate": 30.0, "dilation": 7, "strength": 0.15},
     ),
     "diffeocf": (
         {},

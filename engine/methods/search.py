@@ -171,10 +171,16 @@ class Try:
         decode = self.prior.decode
         return self.pulled_back(z, lambda part, _: decode(part, checkpointed=self.settings.checkpoint), cotangent)
 
-    def filtered_guidance(self, x: Tensor, eps: Tensor) -> Guidance:
-        """(gradient with respect to x, filtered image, logits): back-propagated through the whole chain F(x)."""
-        self.tally.add(network_calls=self.path.length, decoder_forwards=1, decoder_backwards=1)
-        return self.pulled_back(x, lambda part, rows: self.filtered(part, eps[rows]))
+    def filtered_guidance(self, x: Tensor, eps: Tensor, rows: Tensor | None = None) -> Guidance:
+        """(gradient with respect to x, filtered image, logits) of some samples, or of all.
+
+        Back-propagated through the whole chain F(x).
+        """
+        every = torch.arange(len(x), device=x.device) if rows is None else rows
+        self.tally.add(rows, network_calls=self.path.length, decoder_forwards=1, decoder_backwards=1)
+        return self.pulled_back(
+            x, lambda part, at: self.filtered(part, eps[at]), lambda image, at: self.classified(image, every[at])
+        )
 
     def filtered(self, x: Tensor, eps: Tensor) -> Tensor:
         """F(x): images sent to noise and walked back, differentiable in x."""

@@ -208,6 +208,7 @@ def test_every_method_runs_on_real_networks_of_every_family(tmp_path: Path, fami
     few = {"iterations": (2,)}
     for name in BASELINES:
         changes = few if "iterations" in SHORT[name] else {"steps": 6, "guidance": (1.0,)}
+        changes |= {"rate": 0.01} if name == "sce" else {}  # it stops where it has flipped
         (found,) = METHODS[name](prior, Sides(), Sides(), x0, [1], short(name, **changes))
         assert torch.isfinite(found.images).all() and found.cost.decoder_backwards >= 2
 
@@ -234,8 +235,8 @@ def test_dime_needs_a_square_of_network_calls_where_fastdime_needs_one_each(step
 def test_filtering_methods_pay_the_chain_in_every_iteration(name: str, per_iteration: int) -> None:
     prior = gaussian_prior(flow=False)
     (found,) = METHODS[name](prior, Three(), Three(), images(1), [2], short(name))
-    repainting = per_iteration if name == "ace" else 0  # SCE repaints what f has flipped, and here it flips nothing
-    assert found.cost.network_calls == 12 * per_iteration + repainting == prior.network.samples
+    # f flips nothing here, so the last picture alone is repainted.
+    assert found.cost.network_calls == (12 + 1) * per_iteration == prior.network.samples
 
 
 def test_authors_schedules_are_what_their_papers_say() -> None:
@@ -286,6 +287,29 @@ def test_sce_locks_what_earlier_counterfactuals_edited() -> None:
     for found in run("sce", images(2), seeds=[1, 2], settings=short("sce", k=2)):
         first, second = found.edit_masks
         assert first.any() and second.any() and not (first & second).any()
+
+
+def test_sce_descends_until_f_is_as_sure_of_the_target_as_it_was_of_the_rest() -> None:
+    settings = short("sce", iterations=(40,), temperature=20.0, rate=60.0)
+    x0 = images(4) + torch.tensor([0.1, 0.14, 0.17, 0.2]).view(-1, 1, 1, 1)
+    sets = run("sce", x0, seeds=[1, 2, 3, 4], settings=settings)
+    for found in sets:
+        before, after = (float((logits / 20).softmax(-1)[1]) for logits in (found.source_logits, found.logits[0]))
+        assert after >= 1 - before > 0.5
+    # Who is done costs nothing while others go on; a picture is decoded in each step and in each repainting.
+    spent = [found.cost.decoder_backwards for found in sets]
+    assert len(set(spent)) > 1 and max(spent) < 40
+    for found in sets:
+        assert found.cost.network_calls == 4 * found.cost.decoder_forwards > 4 * found.cost.decoder_backwards
+
+
+def test_sce_keeps_its_surest_picture() -> None:
+    """The goal is out of reach, the descent goes on to its end, and what it found on the way is not lost."""
+    short_of_it = short("sce", temperature=0.001)
+    few, many = (run("sce", images(2), seeds=[1, 2], settings=short_of_it.changed(iterations=(n,))) for n in (6, 12))
+    for one, other in zip(few, many, strict=True):
+        assert other.cost.decoder_backwards in (one.cost.decoder_backwards, 12)
+        assert float(other.logits[0].softmax(0)[1]) >= float(one.logits[0].softmax(0)[1])
 
 
 def test_ace_moves_a_pixel_at_most_one_step_an_iteration() -> None:
