@@ -26,8 +26,8 @@ and 0.033 s with its backward pass beside another such process.
     fastdime-2    120 to 200, 2+ likewise             30 min
     ace           255 or 510, nearly all of them      35 to 70 min
                   back-propagated
-    sce           1000 back-propagated, up to 1000    2 to 3 h
-                  more for repainting
+    sce           20 to 1000 back-propagated, up to   1 to 2 h
+                  as many more for repainting
     dime          820 to 3240                         1 to 4 h
     sce-lite-hq, dive, diffeocf                       2 to 10 min
 

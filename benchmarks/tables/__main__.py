@@ -35,9 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     case = open_case(world, arguments.cache, arguments.surrogates, changes=changes, **options)
     tables, tuned, picture = fill(case, arguments)
     said = notes(arguments)
-    waiting = [Row.of(name).title for name in ROWS if 1 in tables and not tables[1].has(name)]
-    if waiting:
-        said.append(f"Not measured yet, so no place is final: {', '.join(waiting)}.")
+    waiting = [Row.of(name) for name in ROWS if 1 in tables and not tables[1].has(name)]
+    if own := [row.title for row in waiting if row.name == row.method]:
+        said.append(f"Not measured yet, so no place is final: {', '.join(own)}.")
+    if elsewhere := [row.name for row in waiting if row.name != row.method]:
+        said.append(
+            "Not measured, being baselines where their authors did not run them, to be had by name: "
+            f"{', '.join(elsewhere)}."
+        )
     if 1 in tables:
         rows = tables[1].rows
         unread = [Row.of(name).title for name in rows if "sparsity" not in rows[name]]
@@ -147,7 +152,7 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "learned every factor of the world's pictures, tells of it, in units of what it errs by. Sparsity is the mean "
         "over every counterfactual that differs from its picture, diversity that over pictures with two valid ones. "
         "Edited area is that of valid flips; the Fréchet distance is in the last features of the world's oracle.",
-        "The paper leaves its encoding open; the code that its authors published reads attributes off the picture. "
+        "The paper leaves its encoding open; the code that its authors published reads attributes off faces. "
         "These tables used the oracle's features before, which know the label alone: in them no edit at all is as "
         "sparse as a perfect edit of the spurious feature and sparser than one of the label, as the table of what an "
         "encoding can tell shows, in which no method has a say. When that was changed, the order of nearly all rows in "
@@ -163,6 +168,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "The perceptual loss of DiME and FastDiME is LPIPS."
         if arguments.lpips
         else "DiME and FastDiME run without their perceptual loss, for which no network is embedded; see --lpips.",
+        "SCE's first candidate is its authors' rate. As theirs it ends where the student is as sure of the target as it "
+        "was of the other class.",
         f"Measured on {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; no GPU.",
     ]
     changes: Mapping[str, Mapping[str, Any]] = changes_of(arguments)
