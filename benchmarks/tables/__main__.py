@@ -168,8 +168,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "The perceptual loss of DiME and FastDiME is LPIPS."
         if arguments.lpips
         else "DiME and FastDiME run without their perceptual loss, for which no network is embedded; see --lpips.",
-        "SCE's first candidate is its authors' rate. As theirs it ends where the student is as sure of the target as it "
-        "was of the other class.",
+        "SCE's first candidate is its authors' rate. As theirs it ends where the student is as sure of the target as "
+        "it was of the other class.",
         f"Measured on {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; no GPU.",
     ]
     changes: Mapping[str, Mapping[str, Any]] = changes_of(arguments)
