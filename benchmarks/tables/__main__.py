@@ -152,11 +152,12 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "learned every factor of the world's pictures, tells of it, in units of what it errs by. Sparsity is the mean "
         "over every counterfactual that differs from its picture, diversity that over pictures with two valid ones. "
         "Edited area is that of valid flips; the Fréchet distance is in the last features of the world's oracle.",
-        "The paper leaves its encoding open; the code that its authors published reads attributes off faces. "
-        "These tables used the oracle's features before, which know the label alone: in them no edit at all is as "
-        "sparse as a perfect edit of the spurious feature and sparser than one of the label, as the table of what an "
-        "encoding can tell shows, in which no method has a say. When that was changed, the order of nearly all rows in "
-        "either encoding was known; both are shown. Calibration is in the oracle's features still, for all methods.",
+        "The paper leaves its encoding open; the code that its authors published encodes a face as an attribute "
+        "network's logits, which are in units of how surely an attribute is read, too. These tables used the oracle's "
+        "features before, which know the label alone: in them no edit at all is as sparse as a perfect edit of the "
+        "spurious feature and sparser than one of the label, as the table of what an encoding can tell shows, in "
+        "which no method has a say. When that was changed, the order of nearly all rows in every encoding was known; "
+        "all are shown. Calibration is in the oracle's features still, for all methods.",
         "Rows called control are edits that nobody has to judge: one attribute turned over in the world itself, noise, "
         "a mere round trip, another picture altogether.",
         "All methods are timed in eager torch, SCE-LITE-HQ a second time on the product's ONNX Runtime. For "
