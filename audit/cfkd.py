@@ -46,7 +46,6 @@ from audit.classifier import HuggingFaceClassifier
 from audit.dataset import Dataset, read_parquet
 from audit.finetune import (
     Finetuned,
-    FinetuneSettings,
     Labelled,
     Validation,
     at_temperature,
@@ -57,6 +56,7 @@ from audit.finetune import (
     save_classifier,
     validate,
 )
+from audit.finetune_settings import FinetuneSettings
 from audit.images import read_image
 from audit.journal import Journal
 from audit.metrics import GroupAccuracies, Rate, gain, group_accuracies

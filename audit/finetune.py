@@ -1,8 +1,9 @@
 """Fine-tuning a classifier with counterfactuals: half of every batch are counterfactuals, half are originals.
 
 The counterfactuals carry the class that the picture really has, so the feature that moved no longer tells the classes
-apart; the originals keep what the classifier knew. A part of both is held out, and the weights that are best there are
-kept, the untouched ones among them: by validation, fine-tuning never makes a classifier worse.
+apart; the originals keep what the classifier knew. A part of both is held out. Later weights are kept only where they
+are clearly better there, first of all than the untouched ones: by validation, fine-tuning never makes a classifier
+worse, and it ends where further steps would but learn a few pictures by heart.
 
 Shapes: images [N, 3, H, W], labels [N], logits [N, classes].
 """
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from audit.classifier import HuggingFaceClassifier
+from audit.finetune_settings import FinetuneSettings
 from engine.errors import ClassifierError, InputError
 
 __all__ = [
-    "FinetuneSettings",
     "Finetuned",
     "Labelled",
     "Validation",
@@ -94,26 +95,6 @@ class Labelled:
 
 
 @dataclass(frozen=True)
-class FinetuneSettings:
-    """How a classifier is fine-tuned."""
-
-    steps: int = 300
-    batch: int = 64
-    rate: float = 3e-4
-    """Peak of the learning rate, after a short warm-up and before a cosine to zero."""
-    weight_decay: float = 1e-2
-    held_out: float = 0.2
-    every: int = 25
-    """Steps between validations."""
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.every) < 1 or self.batch < 2 or self.batch % 2:
-            raise InputError("Fine-tuning needs at least one step, and an even batch: half of it are counterfactuals.")
-        if not 0 < self.held_out < 1 or not self.rate > 0 or self.weight_decay < 0:
-            raise InputError("Fine-tuning holds out a share between 0 and 1 and needs a learning rate above 0.")
-
-
-@dataclass(frozen=True)
 class Validation:
     """How a classifier does on what was held out."""
 
@@ -121,11 +102,23 @@ class Validation:
     originals: float
     loss: float
     """Mean cross-entropy of the two halves."""
+    n_counterfactuals: int
+    n_originals: int
 
     @property
     def score(self) -> float:
         """Mean of both accuracies."""
         return (self.counterfactuals + self.originals) / 2
+
+    @property
+    def error(self) -> float:
+        """Standard error of the score."""
+        halves = ((self.counterfactuals, self.n_counterfactuals), (self.originals, self.n_originals))
+        return math.sqrt(sum(p * (1 - p) / n for p, n in halves)) / 2
+
+    def clearly_better_than(self, other: "Validation") -> bool:
+        """By more than a standard error of the other's score."""
+        return self.score > other.score + other.error
 
     def better_than(self, other: "Validation") -> bool:
         """By the score; where that is equal, as it often is on few pictures, by the loss."""
@@ -140,7 +133,7 @@ class Finetuned:
     before: Validation
     after: Validation
     step: int
-    """The step whose weights were kept; 0 where none was better than the untouched classifier."""
+    """The step whose weights were kept; 0 where none was clearly better than the untouched classifier."""
 
 
 def finetune(
@@ -196,7 +189,7 @@ def finetune(
             optimiser.step()
             if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
                 now = validate(student, held_cf, held)
-                if now.better_than(best):
+                if now.clearly_better_than(best):
                     best, best_step = now, step + 1
                     best_weights = copy.deepcopy(student.model.state_dict())
             if progress is not None:
@@ -213,7 +206,7 @@ def validate(classifier: HuggingFaceClassifier, counterfactuals: Labelled, origi
     halves = [(predict(classifier, data), data.labels) for data in (counterfactuals, originals)]
     rates = [float((p.argmax(1) == labels).double().mean()) for p, labels in halves]
     loss = sum(float(F.nll_loss(p.clamp_min(FLOOR).log(), labels)) for p, labels in halves) / 2
-    return Validation(rates[0], rates[1], loss)
+    return Validation(rates[0], rates[1], loss, len(counterfactuals), len(originals))
 
 
 def predict(classifier: HuggingFaceClassifier, data: Labelled, batch: int = 256) -> Tensor:

@@ -7,7 +7,8 @@ operator's configuration knows; a command names them by path.
     portraits, histology                              embedded data sets, judged by their worlds' oracles
     any other id                                      configured by the operator, or uploaded
 
-Modules of other rooms are imported inside functions, so that nobody waits for torch who only checks a request.
+Modules of other rooms that load torch are imported inside functions, so that nobody waits for it who only checks a
+request.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from audit.finetune_settings import FinetuneSettings
 from engine.errors import ClassifierError, InputError
 from engine.settings import wrong_setting
 from service.configuration import EMBEDDED_ROLES, EMBEDDED_WORLDS, ClassifierSource, Configuration, DatasetSource
@@ -181,8 +183,8 @@ class CfkdRequest(_Request):
     finetune: bool = False
     """Whether the classifier that was audited is repaired; what follows says how."""
     rounds: int = Field(1, ge=1, le=20)
-    steps: int = Field(300, ge=1)
-    rate: float = Field(3e-4, gt=0, le=1)
+    steps: int = Field(FinetuneSettings.steps, ge=1)
+    rate: float = Field(FinetuneSettings.rate, gt=0, le=1)
     seed: int = Field(0, ge=0, le=2**31 - 1)
     audit_again: bool = False
     """Whether the repaired classifier is audited too; more than one round needs it."""

@@ -106,7 +106,8 @@ class Stage:
     def repair(self, audited: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """(cfkd.json, report.json of the audit after it) of the student that was audited into a folder."""
         from audit.cfkd import TestData, repair
-        from audit.finetune import FinetuneSettings, Labelled
+        from audit.finetune import Labelled
+        from audit.finetune_settings import FinetuneSettings
         from worlds.classifiers import RECIPES
         from worlds.store import WEIGHTS, open_classifier
 

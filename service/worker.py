@@ -322,7 +322,7 @@ class Worker:
     ) -> dict[str, Any]:
         """Fine-tunes with the set; the numbers before and after."""
         from audit.cfkd import repair
-        from audit.finetune import FinetuneSettings
+        from audit.finetune_settings import FinetuneSettings
         from audit.images import read_image
 
         asked = AuditRequest.of(source.request, self.configuration)

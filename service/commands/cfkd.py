@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from audit.finetune_settings import FinetuneSettings
 from engine.errors import InputError
 from service.commands.audit import embedded_case, given_case, refuse_with_world
 from service.commands.explain import DEFAULT_METHOD, add_prior_arguments
@@ -33,8 +34,11 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     repair = parser.add_argument_group("repair")
     repair.add_argument("--finetune", action="store_true", help="repair the classifier that was audited")
     repair.add_argument("--rounds", type=int, default=1, metavar="R", help="most rounds of repair (default: 1)")
-    repair.add_argument("--steps", type=int, default=300, help="fine-tuning steps of each round (default: 300)")
-    repair.add_argument("--rate", type=float, default=3e-4, help="learning rate (default: %(default)s)")
+    steps, rate = FinetuneSettings.steps, FinetuneSettings.rate
+    repair.add_argument(
+        "--steps", type=int, default=steps, help="fine-tuning steps of each round (default: %(default)s)"
+    )
+    repair.add_argument("--rate", type=float, default=rate, help="learning rate (default: %(default)s)")
     repair.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights (default: 0)")
     repair.add_argument(
         "--no-reaudit", action="store_true", help="do not audit the repaired classifier (one round only)"
@@ -88,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _repair(args: argparse.Namespace, audit: FinishedAudit) -> int:
     from audit.cfkd import repair
-    from audit.finetune import FinetuneSettings
     from service.progress import counting
 
     settings = FinetuneSettings(steps=args.steps, rate=args.rate)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from audit.finetune_settings import FinetuneSettings
 from audit.policy import Policy
 
 MAX_SEED = 2**63 - 1
@@ -73,8 +74,8 @@ class CfkdRequest(_Request):
     include_true: bool = Field(False, description="learn from true counterfactuals too")
     finetune: bool = Field(False, description="repair the classifier that was audited")
     rounds: Count = Field(1, ge=1, le=20, description="most rounds of repair; more than one needs audit_again")
-    steps: Count = Field(300, ge=1, le=100_000, description="fine-tuning steps of each round")
-    rate: Number = Field(3e-4, gt=0, le=1, description="learning rate")
+    steps: Count = Field(FinetuneSettings.steps, ge=1, le=100_000, description="fine-tuning steps of each round")
+    rate: Number = Field(FinetuneSettings.rate, gt=0, le=1, description="learning rate")
     seed: Seed = 0
     audit_again: bool = Field(False, description="audit the repaired classifier too")
     train: SourceName | None = Field(None, description="data like the classifier's training data")

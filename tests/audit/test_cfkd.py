@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ from audit.classifier import HuggingFaceClassifier, load_classifier
 from audit.dataset import dataset_of_images, open_dataset
 from audit.finetune import (
     Finetuned,
-    FinetuneSettings,
     Labelled,
+    Validation,
     at_temperature,
     expected_calibration_error,
     finetune,
     fit_temperature,
     save_classifier,
+    validate,
 )
+from audit.finetune_settings import FinetuneSettings
 from audit.images import read_image
 from audit.journal import Journal
 from audit.metrics import group_accuracies
@@ -357,10 +360,12 @@ def test_the_same_seed_gives_the_same_weights_and_the_classifier_handed_in_stays
     classifier = load_classifier(student)
     x, y, _ = pictures(40, 8, rho=0.5)
     lessons = Labelled.of(x, y)
-    short = FinetuneSettings(steps=4, batch=8, every=2)
+    short = FinetuneSettings(steps=20, batch=8, rate=3e-3, every=10)
     state = torch.random.get_rng_state()
-    runs = [finetune(classifier, lessons, originals(40), short, seed=s).classifier.content_hash for s in (3, 3, 4)]
-    assert runs[0] == runs[1] != runs[2]
+    found = [finetune(classifier, lessons, originals(40), short, seed=s) for s in (3, 3, 4)]
+    assert all(one.step for one in found)
+    first, second, other = (one.classifier.content_hash for one in found)
+    assert first == second != other
     assert classifier.content_hash == load_classifier(student).content_hash
     assert not any(parameter.requires_grad for parameter in classifier.parameters())
     assert not classifier.training
@@ -376,6 +381,28 @@ def test_without_an_improvement_the_weights_stay(student: Path) -> None:
         FinetuneSettings(steps=2, batch=8, rate=1e-12, every=1),
     )
     assert found.after.score == found.before.score
+
+
+def test_weights_are_exchanged_only_for_clearly_better_ones() -> None:
+    def wrong(counterfactuals: int, originals: int = 0) -> Validation:
+        return Validation(1 - counterfactuals / 20, 1 - originals / 500, 0.0, 20, 500)
+
+    assert wrong(1).error == pytest.approx(math.sqrt(0.95 * 0.05 / 20) / 2)
+    assert wrong(0).clearly_better_than(wrong(1))  # the last counterfactual that was wrong counts
+    assert not wrong(1).clearly_better_than(wrong(2)) and wrong(0).clearly_better_than(wrong(2))
+    assert not wrong(0, 1).clearly_better_than(wrong(0, 2)) and wrong(0, 1).better_than(wrong(0, 2))
+    assert not wrong(0).clearly_better_than(wrong(0))
+
+
+def test_of_equally_good_weights_the_earliest_are_kept(student: Path, audited: Path, tmp_path: Path) -> None:
+    lessons = build_set(audited, tmp_path / "set").labelled(LABELS)
+    settings = FinetuneSettings(steps=60, batch=32, rate=3e-3, every=1)
+    kept = finetune(load_classifier(student), lessons, originals(), settings, seed=1)
+    held = lessons.split(settings.held_out, 1)[1], originals().split(settings.held_out, 1)[1]
+    assert validate(kept.classifier, *held).score == kept.after.score
+    longer = finetune(load_classifier(student), lessons, originals(), replace(settings, every=60), seed=1)
+    assert longer.step == 60 > kept.step > 0
+    assert not validate(longer.classifier, *held).clearly_better_than(kept.after)
 
 
 def test_a_saved_classifier_is_opened_again_as_it_was(student: Path, repaired: Finetuned, tmp_path: Path) -> None:
