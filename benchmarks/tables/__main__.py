@@ -44,12 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{', '.join(elsewhere)}."
         )
     if 1 in tables:
-        rows = tables[1].rows
-        unread = [Row.of(name).title for name in rows if "sparsity" not in rows[name]]
-        unpaired = [Row.of(name).title for name in rows if "diversity" not in rows[name]]
-        for what, names in (("Sparsity", unread), ("Diversity", unpaired)):
-            if names:
-                said.append(f"{what} is not read yet, so no place there is final: {', '.join(names)}.")
+        for what in ("sparsity", "diversity", "gain"):
+            if unread := [Row.of(name).title for name, figures in tables[1].rows.items() if what not in figures]:
+                said.append(f"{what.capitalize()} is not measured yet, so no place is final: {', '.join(unread)}.")
     untuned = [Row.of(name).title for name, found in tuned.items() if found["trials"] is None]
     if untuned:
         said.append(f"Timed with the authors' settings, not being tuned yet: {', '.join(untuned)}.")

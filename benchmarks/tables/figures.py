@@ -58,11 +58,8 @@ class Figure:
 Figures = dict[str, Figure]
 
 
-def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], repairs: int) -> Figures:
-    """Table 1's columns for one method, sparsity and diversity in the oracle's features only.
-
-    `repairs` is the number of fine-tunings that the gain is a mean of.
-    """
+def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) -> Figures:
+    """Table 1's columns for one method but the gain, sparsity and diversity in the oracle's features only."""
     run = run_of(case, row, data, sets)
     flipped, confirmed, valid = run.flipped(0), run.confirmed(0), valid_flips(run)
     delta = np.stack([change(case.oracle, run, k) for k in range(K)], axis=1)
@@ -79,7 +76,6 @@ def measured(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet], 
     figures["area"] = Figure.of(mean_of(edited_area(run.edits(0)[:, 0])[first] if first.any() else []))
     real = features(case.oracle, case.world.sample(len(sets), TEST_SEED + 1).images)
     figures["realism"] = Figure(frechet_distance(real, features(case.oracle, run.images(0))), n=len(sets))
-    figures["gain"] = gained(case, run, valid, repairs)
     return figures
 
 
@@ -117,15 +113,16 @@ def round_trip(case: Case, data: Sample) -> Tensor:
         return torch.cat([prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)])
 
 
-def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:
+def gained(case: Case, run: Run, pictures: Sequence[int], repairs: int) -> Figure:
     """The share of the student's group error that is gone after fine-tuning on this method's false counterfactuals.
 
-    Where no valid counterfactual is false there is nothing to learn from, the student stays as it is, and the gain is
-    0. The interval is that of the fine-tuning seeds.
+    It is the mean of as many fine-tunings as there are `repairs`, and the interval is that of their seeds. Where no
+    valid counterfactual is false there is nothing to learn from, the student stays as it is, and the gain is 0.
+    `pictures` says which of all the run's are: what is held out of a fine-tuning hangs on it.
     """
     if repairs < 1:
         return Figure(math.nan)
-    chosen = [(int(b), int(k)) for b, k in np.argwhere(valid)]
+    chosen = [(int(b), int(k)) for b, k in np.argwhere(valid_flips(run))] if run.sets else []
     false = []
     if chosen:
         pairs = Pairs(
@@ -143,7 +140,7 @@ def gained(case: Case, run: Run, valid: np.ndarray, repairs: int) -> Figure:
     lessons = Labelled.of(
         torch.stack([run.sets[b].images[k] for b, k in false]),
         run.data.labels[[b for b, _ in false]],
-        [b for b, _ in false],
+        [pictures[b] for b, _ in false],
     )
     parts = [case.classifier.content_hash.encode(), str(asdict(case.repair)).encode()]
     parts += [lessons.images.numpy().tobytes(), lessons.labels.numpy().tobytes()]

@@ -16,11 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
+from benchmarks.quality import Run
 from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
 from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
-from benchmarks.tables.figures import Figure, Figures, measured, on_same_pictures, valid_flips
+from benchmarks.tables.figures import Figure, Figures, gained, measured, on_same_pictures, valid_flips
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
 from benchmarks.tables.plan import ROWS, SOURCES, K, Row
 from benchmarks.tables.printing import (
@@ -95,8 +96,6 @@ class Filling:
     """By row: [N] whether each picture's first counterfactual is a valid flip."""
     changes: dict[str, np.ndarray] = field(default_factory=dict)
     """By row: [N, A] how far each attribute of each picture went in the first counterfactual."""
-    made: dict[str, list[CounterfactualSet]] = field(default_factory=dict)
-    """By row: counterfactuals that were made in this run."""
 
     @cached_property
     def data(self) -> Sample:
@@ -119,6 +118,10 @@ class Filling:
             if row.name in self.told:
                 self.fill_changes(row, settings)
                 self.fill_pairs(row, settings)
+                self.fill_gain(row, settings)
+                if {"sparsity", "pairs", "gain"} <= self.told[row.name].keys():  # nobody needs its batches any more
+                    for batches in (self.records.unfinished, self.records.again):
+                        shutil.rmtree(batches / row.name, ignore_errors=True)
                 self.tables[1].rows[row.name] = chosen(self.told[row.name], COLUMNS1)
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
@@ -168,16 +171,14 @@ class Filling:
         """Table 1's row of a method, and its counterfactuals in the grid."""
 
         def work() -> Found:
-            sets = self.made[row.name] = make_sets(self.case, row, settings, self.data, self.records.unfinished)
-            found = as_found(measured(self.case, row, self.data, sets, self.arguments.repairs))
+            sets = make_sets(self.case, row, settings, self.data, self.records.unfinished)
+            found = as_found(measured(self.case, row, self.data, sets))
             found[VALID] = valid_flips(run_of(self.case, row, self.data, sets))[:, 0].tolist()
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
             return found
 
-        of = {**self.counterfactuals_of(row, settings), **self.gain_of()}
-        found = self.records.once("table1", row.name, of, work if row in self.asked else None)
+        found = self.records.once("table1", row.name, self.counterfactuals_of(row, settings), self.if_asked(row, work))
         if found is not None:
-            shutil.rmtree(self.records.unfinished / row.name, ignore_errors=True)
             self.told[row.name] = as_figures({name: one for name, one in found.items() if name != VALID})
             self.valid[row.name] = np.array(found[VALID])
             self.pictures[row.name] = self.records.kept_pictures("table1", row.name, self.case.world.size)
@@ -190,7 +191,7 @@ class Filling:
 
         def work() -> Found:
             first = self.case.firsts(row, settings)
-            sets = self.made.get(row.name) or make_sets(self.case, row, first, self.data, self.records.again)
+            sets = self.at_hand(row, settings) or make_sets(self.case, row, first, self.data, self.records.again)
             change = self.attributes.change(self.data.images, torch.stack([one.images[0] for one in sets]))
             return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
 
@@ -200,30 +201,47 @@ class Filling:
             self.told[row.name] |= self.attributes.figures(self.changes[row.name], self.valid[row.name])
 
     def fill_pairs(self, row: Row, settings: AnySettings) -> None:
-        """How different the first two counterfactuals are in their attributes, where both are valid.
-
-        Of a row whose counterfactuals are gone, pictures without a valid first one are not made again.
-        """
+        """How different the first two counterfactuals are in their attributes, where both are valid."""
 
         def work() -> Found:
-            rows = np.flatnonzero(self.valid[row.name]).tolist()
-            data, change = self.data.pick(rows), []
-            if rows:
-                made = self.made.get(row.name)
-                sets = (
-                    [made[picture] for picture in rows]
-                    if made
-                    else make_sets(self.case, row, settings, data, self.records.again, rows)
-                )
-                change = self.attributes.pairs(run_of(self.case, row, data, sets)).round(4).tolist()
+            _, run = self.valid_run(row, settings)
+            change = self.attributes.pairs(run).round(4).tolist() if run.sets else []
             return {"attributes": list(self.attributes.reader.labels), "change": change}
 
         found = self.records.once("pairs", row.name, self.read_of(row, settings), self.if_asked(row, work))
         if found is not None:
             pairs = np.array(found["change"]).reshape(-1, K, len(found["attributes"]))
             self.told[row.name] |= self.attributes.figures_of_pairs(pairs)
-            if row.name in self.changes:  # else batches of first counterfactuals may still wait
-                shutil.rmtree(self.records.again / row.name, ignore_errors=True)
+
+    def fill_gain(self, row: Row, settings: AnySettings) -> None:
+        """How much of the student's group error is gone after it has learned from the row's counterfactuals."""
+
+        def work() -> Found:
+            pictures, run = self.valid_run(row, settings)
+            return as_found({"gain": gained(self.case, run, pictures, self.arguments.repairs)})
+
+        of = {**self.counterfactuals_of(row, settings), **self.gain_of()}
+        found = self.records.once("gain", row.name, of, self.if_asked(row, work))
+        if found is not None:
+            self.told[row.name] |= as_figures(found)
+
+    def at_hand(self, row: Row, settings: AnySettings) -> list[CounterfactualSet]:
+        """The row's counterfactuals as long as their batches lie there; none where they were put away."""
+        batches = self.records.unfinished / self.case.place(row, settings, self.data)
+        return make_sets(self.case, row, settings, self.data, self.records.unfinished) if batches.is_dir() else []
+
+    def valid_run(self, row: Row, settings: AnySettings) -> tuple[list[int], Run]:
+        """(pictures whose first counterfactual is valid, all counterfactuals of these).
+
+        Of a row that was measured in an earlier run they are made again; the other pictures' tell nothing more.
+        """
+        pictures = np.flatnonzero(self.valid[row.name]).tolist()
+        data = self.data.pick(pictures)
+        if every := self.at_hand(row, settings):
+            sets = [every[picture] for picture in pictures]
+        else:
+            sets = make_sets(self.case, row, settings, data, self.records.again, pictures) if pictures else []
+        return pictures, run_of(self.case, row, data, sets)
 
     def if_asked(self, row: Row, work: Callable[[], Found]) -> Callable[[], Found] | None:
         """Work that is done for rows that were asked for."""
@@ -294,7 +312,7 @@ class Filling:
 
             def work(recipe: AnySettings = recipe) -> Found:
                 sets = make_sets(self.case, OWN, recipe, self.data)
-                figures = measured(self.case, OWN, self.data, sets, repairs=0)
+                figures = measured(self.case, OWN, self.data, sets)
                 figures |= self.attributes.figures_of_run(run_of(self.case, OWN, self.data, sets))
                 return as_found(chosen(figures, COLUMNS2))
 

@@ -5,8 +5,9 @@
     FOLDER/WORLD/table2/SOURCE.json, table3/batch-N/METHOD.json
     FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
     FOLDER/WORLD/pairs/METHOD.json         the same of pictures with two valid counterfactuals, for both of them
-    FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until their row of Table 1 is complete
-    FOLDER/WORLD/again/METHOD/             the same of counterfactuals that are made once more for their attributes
+    FOLDER/WORLD/gain/METHOD.json          what the student gains by learning from the counterfactuals
+    FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until all of their row of Table 1 is measured
+    FOLDER/WORLD/again/METHOD/             the same of counterfactuals that are made once more for what their row lacks
     FOLDER/WORLD/SEED/table1/METHOD.json   and so on: all that was measured on other pictures than the tables' own
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,

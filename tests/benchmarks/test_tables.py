@@ -254,7 +254,7 @@ def test_counterfactuals_at_hand_have_the_figures_of_their_records(case: Case, t
     row, table = Row.of("diffeocf"), fill(case, asked_for(tmp_path, trials=0))[0][1]
     data = case.world.sample(4, TEST_SEED)
     run = run_of(case, row, data, make_sets(case, row, case.start(row), data))
-    found = Attributes.of(case.world).figures_of_run(run) | measured(case, row, data, run.sets, repairs=0)
+    found = Attributes.of(case.world).figures_of_run(run) | measured(case, row, data, run.sets)
     shown = table.rows["diffeocf"] | table.chain()[1].rows["diffeocf"]
     assert {column.key for column in COLUMNS2} < shown.keys() <= found.keys()
     for name, figure in shown.items():
@@ -399,18 +399,19 @@ def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
 ) -> None:
     row, data = Row.of("diffeocf"), case.world.sample(4, 5)
     sets = make_sets(case, row, case.start(row), data)
-    figures = measured(case, row, data, sets, repairs=0)
+    figures = measured(case, row, data, sets)
     encoded = {"sparsity_oracle", "sparsity_oracle_valid", "diversity_oracle"}
-    assert set(figures) == {column.key for column in COLUMNS1} - {"sparsity", "diversity"} | encoded
+    assert set(figures) == {column.key for column in COLUMNS1} - {"sparsity", "diversity", "gain"} | encoded
     for name in ("na", "nafr", "flip_rate"):
         assert figures[name].lower <= figures[name].value <= figures[name].upper
     assert 0 <= figures["nafr"].value <= figures["flip_rate"].value <= 1
-    assert math.isnan(figures["gain"].value)
     every = sparsity(change(case.oracle, run_of(case, row, data, sets)))
     assert figures["sparsity_oracle"].n == 4 and figures["sparsity_oracle"].value == pytest.approx(every.mean())
-    nothing = torch.zeros(4, K, dtype=torch.bool).numpy()
     monkeypatch.setattr(judged, "average_group_accuracy", lambda *_: pytest.fail("nothing was to be learned"))
-    assert judged.gained(case, run_of(case, row, data, sets), nothing, repairs=2) == Figure(0.0, n=0)
+    originals = [dataclasses.replace(one, images=one.x0.expand_as(one.images), flipped=(False,) * K) for one in sets]
+    for none_valid in (run_of(case, row, data.pick([]), []), run_of(case, row, data, originals)):
+        assert judged.gained(case, none_valid, range(len(none_valid.sets)), repairs=2) == Figure(0.0, n=0)
+    assert math.isnan(judged.gained(case, run_of(case, row, data, sets), range(4), repairs=0).value)
 
 
 def test_a_method_that_breaks_is_reported_and_the_others_go_on(
