@@ -228,7 +228,7 @@ def test_a_row_without_counterfactuals_has_them_made_again_for_their_attributes(
 ) -> None:
     row, arguments = Row.of("diffeocf"), asked_for(tmp_path, trials=0)
     first = fill(case, arguments)[0][1].chain()
-    records = [tmp_path / "portraits" / part / "diffeocf.json" for part in ("attributes", "pairs")]
+    records = [tmp_path / "portraits" / part / "diffeocf.json" for part in ("attributes", "pairs", "gain")]
     kept = [json.loads(record.read_text()) for record in records]
     valid = json.loads((tmp_path / "portraits" / "table1" / "diffeocf.json").read_text())["found"]["valid"]
     for record in records:
@@ -255,6 +255,7 @@ def test_counterfactuals_at_hand_have_the_figures_of_their_records(case: Case, t
     data = case.world.sample(4, TEST_SEED)
     run = run_of(case, row, data, make_sets(case, row, case.start(row), data))
     found = Attributes.of(case.world).figures_of_run(run) | measured(case, row, data, run.sets)
+    found["gain"] = judged.gained(case, run, range(4), repairs=0)
     shown = table.rows["diffeocf"] | table.chain()[1].rows["diffeocf"]
     assert {column.key for column in COLUMNS2} < shown.keys() <= found.keys()
     for name, figure in shown.items():
@@ -268,7 +269,7 @@ def test_other_pictures_have_rows_of_their_own_and_the_same_calibration(
     monkeypatch.setattr(filling, "calibrate", lambda *_: pytest.fail("it is calibrated"))
     check = fill(case, asked_for(tmp_path, trials=0, seed=CHECK_SEED))[0][1]
     home = tmp_path / "portraits"
-    for part in ("table1", "attributes", "pairs"):
+    for part in ("table1", "attributes", "pairs", "gain"):
         assert all((folder / part / "diffeocf.json").is_file() for folder in (home, home / str(CHECK_SEED)))
     assert not (home / str(CHECK_SEED) / "calibration").exists()
     assert own.rows["diffeocf"]["sparsity"] != check.rows["diffeocf"]["sparsity"]
@@ -599,7 +600,7 @@ def test_a_record_counts_only_for_what_it_was_measured_of(tmp_path: Path) -> Non
     assert records.once("table1", "ace", {**of, "n": 5}, None) is None
     images = torch.linspace(0, 1, 12 * 3 * 8 * 8).view(12, 3, 8, 8)
     records.keep_pictures("table1", "ace", images)
-    assert torch.allclose(records.pictures("table1", "ace", 8), images, atol=1 / 255)
+    assert torch.allclose(records.kept_pictures("table1", "ace", 8), images, atol=1 / 255)
 
 
 def test_a_process_of_its_own_measures_a_method(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
