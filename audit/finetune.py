@@ -1,9 +1,9 @@
 """Fine-tuning a classifier with counterfactuals: half of every batch are counterfactuals, half are originals.
 
 The counterfactuals carry the class that the picture really has, so the feature that moved no longer tells the classes
-apart; the originals keep what the classifier knew. A part of both is held out. Later weights are kept only where they
-are clearly better there, first of all than the untouched ones: by validation, fine-tuning never makes a classifier
-worse, and it ends where further steps would but learn a few pictures by heart.
+apart; the originals keep what the classifier knew. A part of both is held out. From the end of the warm-up on, later
+weights are kept only where they are clearly better there: what further steps do is to learn a few pictures by heart.
+Where the untouched weights are clearly better, they stay: by validation, fine-tuning never makes a classifier worse.
 
 Shapes: images [N, 3, H, W], labels [N], logits [N, classes].
 """
@@ -133,7 +133,7 @@ class Finetuned:
     before: Validation
     after: Validation
     step: int
-    """The step whose weights were kept; 0 where none was clearly better than the untouched classifier."""
+    """The step whose weights were kept; 0 where the untouched ones were clearly better."""
 
 
 def finetune(
@@ -159,9 +159,8 @@ def finetune(
     learned, held = originals.split(settings.held_out, seed)
     student = copy.deepcopy(classifier)
     device = student.mean.device
-    before = validate(student, held_cf, held)
-    best, best_step = before, 0
-    best_weights = copy.deepcopy(student.model.state_dict())
+    before, untouched = validate(student, held_cf, held), copy.deepcopy(student.model.state_dict())
+    best, best_step, best_weights = before, 0, untouched
     student.model.requires_grad_(True)
     optimiser = torch.optim.AdamW(student.model.parameters(), lr=settings.rate, weight_decay=settings.weight_decay)
     half = settings.batch // 2
@@ -187,13 +186,16 @@ def finetune(
             loss.backward()
             nn.utils.clip_grad_norm_(student.model.parameters(), 1.0)
             optimiser.step()
-            if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
+            due = (step + 1) % settings.every == 0 and step + 1 >= _warmup(settings.steps)
+            if due or step + 1 == settings.steps:
                 now = validate(student, held_cf, held)
-                if now.clearly_better_than(best):
+                if best_step == 0 or now.clearly_better_than(best):
                     best, best_step = now, step + 1
                     best_weights = copy.deepcopy(student.model.state_dict())
             if progress is not None:
                 progress(step + 1, settings.steps)
+    if before.clearly_better_than(best):
+        best, best_step, best_weights = before, 0, untouched
     student.model.load_state_dict(best_weights)
     student.eval().requires_grad_(False)
     return Finetuned(student, before, best, best_step)
@@ -286,9 +288,14 @@ def _even(labels: Tensor) -> Tensor:
     return 1 / counts[labels].double()
 
 
+def _warmup(steps: int) -> int:
+    """Steps until the learning rate is at its peak."""
+    return max(1, round(WARMUP * steps))
+
+
 def _schedule(step: int, steps: int) -> float:
-    """A linear warm-up over the first tenth, then a cosine to zero."""
-    warmup = max(1, round(WARMUP * steps))
+    """A linear warm-up, then a cosine to zero."""
+    warmup = _warmup(steps)
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

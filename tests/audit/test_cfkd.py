@@ -372,6 +372,19 @@ def test_the_same_seed_gives_the_same_weights_and_the_classifier_handed_in_stays
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_weights_that_learning_would_ruin_stay(student: Path) -> None:
+    classifier, known = load_classifier(student), originals()
+    found = finetune(classifier, known, known, FinetuneSettings(steps=10, batch=8, rate=10.0, every=1))
+    assert found.step == 0 and found.after == found.before and found.before.score > 0.9
+    assert found.classifier.content_hash == classifier.content_hash
+
+
+def test_where_nothing_held_out_tells_them_apart_the_weights_of_the_end_of_the_warm_up_are_kept(student: Path) -> None:
+    known = originals()
+    found = finetune(load_classifier(student), known, known, FinetuneSettings(steps=40, batch=8, rate=1e-6, every=1))
+    assert found.step == 4 and found.after.score == found.before.score
+
+
 def test_without_an_improvement_the_weights_stay(student: Path) -> None:
     x, y, _ = pictures(60, 4, rho=1.0)
     found = finetune(
