@@ -1,9 +1,8 @@
 """Fine-tuning a classifier with counterfactuals: half of every batch are counterfactuals, half are originals.
 
 The counterfactuals carry the class that the picture really has, so the feature that moved no longer tells the classes
-apart; the originals keep what the classifier knew. A part of both is held out. From the end of the warm-up on, later
-weights are kept only where they are clearly better there: what further steps do is to learn a few pictures by heart.
-Where the untouched weights are clearly better, they stay: by validation, fine-tuning never makes a classifier worse.
+apart; the originals keep what the classifier knew. A part of both is held out, and the weights that are best there are
+kept, the untouched ones among them: by validation, fine-tuning never makes a classifier worse.
 
 Shapes: images [N, 3, H, W], labels [N], logits [N, classes].
 """
@@ -102,23 +101,11 @@ class Validation:
     originals: float
     loss: float
     """Mean cross-entropy of the two halves."""
-    n_counterfactuals: int
-    n_originals: int
 
     @property
     def score(self) -> float:
         """Mean of both accuracies."""
         return (self.counterfactuals + self.originals) / 2
-
-    @property
-    def error(self) -> float:
-        """Standard error of the score."""
-        halves = ((self.counterfactuals, self.n_counterfactuals), (self.originals, self.n_originals))
-        return math.sqrt(sum(p * (1 - p) / n for p, n in halves)) / 2
-
-    def clearly_better_than(self, other: "Validation") -> bool:
-        """By more than a standard error of the other's score."""
-        return self.score > other.score + other.error
 
     def better_than(self, other: "Validation") -> bool:
         """By the score; where that is equal, as it often is on few pictures, by the loss."""
@@ -133,7 +120,7 @@ class Finetuned:
     before: Validation
     after: Validation
     step: int
-    """The step whose weights were kept; 0 where the untouched ones were clearly better."""
+    """The step whose weights were kept; 0 where none was better than the untouched classifier."""
 
 
 def finetune(
@@ -159,8 +146,9 @@ def finetune(
     learned, held = originals.split(settings.held_out, seed)
     student = copy.deepcopy(classifier)
     device = student.mean.device
-    before, untouched = validate(student, held_cf, held), copy.deepcopy(student.model.state_dict())
-    best, best_step, best_weights = before, 0, untouched
+    before = validate(student, held_cf, held)
+    best, best_step = before, 0
+    best_weights = copy.deepcopy(student.model.state_dict())
     student.model.requires_grad_(True)
     optimiser = torch.optim.AdamW(student.model.parameters(), lr=settings.rate, weight_decay=settings.weight_decay)
     half = settings.batch // 2
@@ -186,16 +174,13 @@ def finetune(
             loss.backward()
             nn.utils.clip_grad_norm_(student.model.parameters(), 1.0)
             optimiser.step()
-            due = (step + 1) % settings.every == 0 and step + 1 >= _warmup(settings.steps)
-            if due or step + 1 == settings.steps:
+            if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
                 now = validate(student, held_cf, held)
-                if best_step == 0 or now.clearly_better_than(best):
+                if now.better_than(best):
                     best, best_step = now, step + 1
                     best_weights = copy.deepcopy(student.model.state_dict())
             if progress is not None:
                 progress(step + 1, settings.steps)
-    if before.clearly_better_than(best):
-        best, best_step, best_weights = before, 0, untouched
     student.model.load_state_dict(best_weights)
     student.eval().requires_grad_(False)
     return Finetuned(student, before, best, best_step)
@@ -208,7 +193,7 @@ def validate(classifier: HuggingFaceClassifier, counterfactuals: Labelled, origi
     halves = [(predict(classifier, data), data.labels) for data in (counterfactuals, originals)]
     rates = [float((p.argmax(1) == labels).double().mean()) for p, labels in halves]
     loss = sum(float(F.nll_loss(p.clamp_min(FLOOR).log(), labels)) for p, labels in halves) / 2
-    return Validation(rates[0], rates[1], loss, len(counterfactuals), len(originals))
+    return Validation(rates[0], rates[1], loss)
 
 
 def predict(classifier: HuggingFaceClassifier, data: Labelled, batch: int = 256) -> Tensor:
@@ -288,14 +273,9 @@ def _even(labels: Tensor) -> Tensor:
     return 1 / counts[labels].double()
 
 
-def _warmup(steps: int) -> int:
-    """Steps until the learning rate is at its peak."""
-    return max(1, round(WARMUP * steps))
-
-
 def _schedule(step: int, steps: int) -> float:
-    """A linear warm-up, then a cosine to zero."""
-    warmup = _warmup(steps)
+    """A linear warm-up over the first tenth, then a cosine to zero."""
+    warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -11,11 +11,11 @@ class FinetuneSettings:
 
     steps: int = 300
     batch: int = 64
-    rate: float = 1e-4
+    rate: float = 3e-4
     """Peak of the learning rate, after a short warm-up and before a cosine to zero."""
     weight_decay: float = 1e-2
     held_out: float = 0.2
-    every: int = 10
+    every: int = 25
     """Steps between validations."""
 
     def __post_init__(self) -> None:

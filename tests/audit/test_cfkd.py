@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,11 @@ from audit.dataset import dataset_of_images, open_dataset
 from audit.finetune import (
     Finetuned,
     Labelled,
-    Validation,
     at_temperature,
     expected_calibration_error,
     finetune,
     fit_temperature,
     save_classifier,
-    validate,
 )
 from audit.finetune_settings import FinetuneSettings
 from audit.images import read_image
@@ -360,29 +357,14 @@ def test_the_same_seed_gives_the_same_weights_and_the_classifier_handed_in_stays
     classifier = load_classifier(student)
     x, y, _ = pictures(40, 8, rho=0.5)
     lessons = Labelled.of(x, y)
-    short = FinetuneSettings(steps=20, batch=8, rate=3e-3, every=10)
+    short = FinetuneSettings(steps=4, batch=8, every=2)
     state = torch.random.get_rng_state()
-    found = [finetune(classifier, lessons, originals(40), short, seed=s) for s in (3, 3, 4)]
-    assert all(one.step for one in found)
-    first, second, other = (one.classifier.content_hash for one in found)
-    assert first == second != other
+    runs = [finetune(classifier, lessons, originals(40), short, seed=s).classifier.content_hash for s in (3, 3, 4)]
+    assert runs[0] == runs[1] != runs[2]
     assert classifier.content_hash == load_classifier(student).content_hash
     assert not any(parameter.requires_grad for parameter in classifier.parameters())
     assert not classifier.training
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_weights_that_learning_would_ruin_stay(student: Path) -> None:
-    classifier, known = load_classifier(student), originals()
-    found = finetune(classifier, known, known, FinetuneSettings(steps=10, batch=8, rate=10.0, every=1))
-    assert found.step == 0 and found.after == found.before and found.before.score > 0.9
-    assert found.classifier.content_hash == classifier.content_hash
-
-
-def test_where_nothing_held_out_tells_them_apart_the_weights_of_the_end_of_the_warm_up_are_kept(student: Path) -> None:
-    known = originals()
-    found = finetune(load_classifier(student), known, known, FinetuneSettings(steps=40, batch=8, rate=1e-6, every=1))
-    assert found.step == 4 and found.after.score == found.before.score
 
 
 def test_without_an_improvement_the_weights_stay(student: Path) -> None:
@@ -394,28 +376,6 @@ def test_without_an_improvement_the_weights_stay(student: Path) -> None:
         FinetuneSettings(steps=2, batch=8, rate=1e-12, every=1),
     )
     assert found.after.score == found.before.score
-
-
-def test_weights_are_exchanged_only_for_clearly_better_ones() -> None:
-    def wrong(counterfactuals: int, originals: int = 0) -> Validation:
-        return Validation(1 - counterfactuals / 20, 1 - originals / 500, 0.0, 20, 500)
-
-    assert wrong(1).error == pytest.approx(math.sqrt(0.95 * 0.05 / 20) / 2)
-    assert wrong(0).clearly_better_than(wrong(1))  # the last counterfactual that was wrong counts
-    assert not wrong(1).clearly_better_than(wrong(2)) and wrong(0).clearly_better_than(wrong(2))
-    assert not wrong(0, 1).clearly_better_than(wrong(0, 2)) and wrong(0, 1).better_than(wrong(0, 2))
-    assert not wrong(0).clearly_better_than(wrong(0))
-
-
-def test_of_equally_good_weights_the_earliest_are_kept(student: Path, audited: Path, tmp_path: Path) -> None:
-    lessons = build_set(audited, tmp_path / "set").labelled(LABELS)
-    settings = FinetuneSettings(steps=60, batch=32, rate=3e-3, every=1)
-    kept = finetune(load_classifier(student), lessons, originals(), settings, seed=1)
-    held = lessons.split(settings.held_out, 1)[1], originals().split(settings.held_out, 1)[1]
-    assert validate(kept.classifier, *held).score == kept.after.score
-    longer = finetune(load_classifier(student), lessons, originals(), replace(settings, every=60), seed=1)
-    assert longer.step == 60 > kept.step > 0
-    assert not validate(longer.classifier, *held).clearly_better_than(kept.after)
 
 
 def test_a_saved_classifier_is_opened_again_as_it_was(student: Path, repaired: Finetuned, tmp_path: Path) -> None:
