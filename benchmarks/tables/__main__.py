@@ -161,8 +161,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "Table 1, the pixel-space network runs on ONNX Runtime, its gradient too, to spare hours.",
         "DiME, FastDiME, ACE and SCE run on a pixel-space diffusion, the others on the latent prior; (latent) marks "
         "those that ran there instead.",
-        f"Gain: mean of {arguments.repairs} fine-tunings on the method's own false counterfactuals, judged by the "
-        "oracle; 0 where a method found none.",
+        f"Gain: mean of {arguments.repairs} repairs by `pfungst cfkd` with the method's own false counterfactuals, as "
+        "the oracle judges them; 0 where a method found none. Its interval is that of the repairs' seeds.",
         "The perceptual loss of DiME and FastDiME is LPIPS."
         if arguments.lpips
         else "DiME and FastDiME run without their perceptual loss, for which no network is embedded; see --lpips.",

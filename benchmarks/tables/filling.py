@@ -1,8 +1,7 @@
 """The tables filled: each row from its record or measured now, and every row that was ever measured shown."""
 
 import argparse
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -119,9 +118,6 @@ class Filling:
                 self.fill_changes(row, settings)
                 self.fill_pairs(row, settings)
                 self.fill_gain(row, settings)
-                if {"sparsity", "pairs", "gain"} <= self.told[row.name].keys():  # nobody needs its batches any more
-                    for batches in (self.records.unfinished, self.records.again):
-                        shutil.rmtree(batches / row.name, ignore_errors=True)
                 self.tables[1].rows[row.name] = chosen(self.told[row.name], COLUMNS1)
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
@@ -171,7 +167,7 @@ class Filling:
         """Table 1's row of a method, and its counterfactuals in the grid."""
 
         def work() -> Found:
-            sets = make_sets(self.case, row, settings, self.data, self.records.unfinished)
+            sets = self.make(row, settings)
             found = as_found(measured(self.case, row, self.data, sets))
             found[VALID] = valid_flips(run_of(self.case, row, self.data, sets))[:, 0].tolist()
             self.records.keep_pictures("table1", row.name, torch.stack([one.images[0] for one in sets[:GRID_COLUMNS]]))
@@ -186,12 +182,11 @@ class Filling:
     def fill_changes(self, row: Row, settings: AnySettings) -> None:
         """Which attributes the row's first counterfactuals moved, and how sparse that is.
 
-        Rows that were measured before this was asked have no counterfactuals any more; their first ones are made again.
+        Rows that were measured before batches were kept have no counterfactuals; their first ones are made again.
         """
 
         def work() -> Found:
-            first = self.case.firsts(row, settings)
-            sets = self.at_hand(row, settings) or make_sets(self.case, row, first, self.data, self.records.again)
+            sets = self.at_hand(row, settings) or self.make(row, self.case.firsts(row, settings))
             change = self.attributes.change(self.data.images, torch.stack([one.images[0] for one in sets]))
             return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
 
@@ -225,23 +220,27 @@ class Filling:
         if found is not None:
             self.told[row.name] |= as_figures(found)
 
+    def make(self, row: Row, settings: AnySettings, pictures: Sequence[int] | None = None) -> list[CounterfactualSet]:
+        """Counterfactuals of all pictures or of some, each with its own seed; batches that were kept are read."""
+        data = self.data if pictures is None else self.data.pick(list(pictures))
+        return make_sets(self.case, row, settings, data, self.records.counterfactuals, pictures)
+
     def at_hand(self, row: Row, settings: AnySettings) -> list[CounterfactualSet]:
-        """The row's counterfactuals as long as their batches lie there; none where they were put away."""
-        batches = self.records.unfinished / self.case.place(row, settings, self.data)
-        return make_sets(self.case, row, settings, self.data, self.records.unfinished) if batches.is_dir() else []
+        """All counterfactuals of a row of Table 1; none of one that was measured before batches were kept."""
+        batches = self.records.counterfactuals / self.case.place(row, settings, self.data)
+        return self.make(row, settings) if batches.is_dir() else []
 
     def valid_run(self, row: Row, settings: AnySettings) -> tuple[list[int], Run]:
         """(pictures whose first counterfactual is valid, all counterfactuals of these).
 
-        Of a row that was measured in an earlier run they are made again; the other pictures' tell nothing more.
+        Of a row whose batches were not kept these are made again; the other pictures' tell nothing more.
         """
         pictures = np.flatnonzero(self.valid[row.name]).tolist()
-        data = self.data.pick(pictures)
         if every := self.at_hand(row, settings):
             sets = [every[picture] for picture in pictures]
         else:
-            sets = make_sets(self.case, row, settings, data, self.records.again, pictures) if pictures else []
-        return pictures, run_of(self.case, row, data, sets)
+            sets = self.make(row, settings, pictures) if pictures else []
+        return pictures, run_of(self.case, row, self.data.pick(pictures), sets)
 
     def if_asked(self, row: Row, work: Callable[[], Found]) -> Callable[[], Found] | None:
         """Work that is done for rows that were asked for."""

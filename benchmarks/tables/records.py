@@ -6,8 +6,8 @@
     FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
     FOLDER/WORLD/pairs/METHOD.json         the same of pictures with two valid counterfactuals, for both of them
     FOLDER/WORLD/gain/METHOD.json          what the student gains by learning from the counterfactuals
-    FOLDER/WORLD/unfinished/METHOD/        batches of counterfactuals, until all of their row of Table 1 is measured
-    FOLDER/WORLD/again/METHOD/             the same of counterfactuals that are made once more for what their row lacks
+    FOLDER/WORLD/counterfactuals/METHOD/   what all of these were measured of, in batches: a row goes on from there, and
+                                           whoever wants another figure of it has not to make them again
     FOLDER/WORLD/SEED/table1/METHOD.json   and so on: all that was measured on other pictures than the tables' own
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
@@ -49,14 +49,9 @@ class Records:
         return self.folder / self.pictures
 
     @property
-    def unfinished(self) -> Path:
-        """Where batches wait for the rest of their row; a later sitting goes on from them."""
-        return self.explained / "unfinished"
-
-    @property
-    def again(self) -> Path:
-        """The same for counterfactuals that are made once more, for a figure that their row lacks."""
-        return self.explained / "again"
+    def counterfactuals(self) -> Path:
+        """Where batches lie; a later sitting goes on from them."""
+        return self.explained / "counterfactuals"
 
     def once(self, part: str, name: str, of: Mapping[str, Any], work: Callable[[], Found] | None) -> Found | None:
         """What was found of a part, from its record or by doing the work now; None where there is neither."""

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,7 +224,7 @@ def test_directions_are_compared_in_the_units_that_lengths_are_measured_in(case:
     assert np.allclose(np.linalg.norm(encoded, axis=2).ravel(), np.linalg.norm(lengths, axis=1))
 
 
-def test_a_row_without_counterfactuals_has_them_made_again_for_their_attributes(
+def test_what_a_row_lacks_is_measured_of_its_batches_and_without_them_of_new_ones(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, arguments = Row.of("diffeocf"), asked_for(tmp_path, trials=0)
@@ -231,20 +232,22 @@ def test_a_row_without_counterfactuals_has_them_made_again_for_their_attributes(
     records = [tmp_path / "portraits" / part / "diffeocf.json" for part in ("attributes", "pairs", "gain")]
     kept = [json.loads(record.read_text()) for record in records]
     valid = json.loads((tmp_path / "portraits" / "table1" / "diffeocf.json").read_text())["found"]["valid"]
+    calls = counted(monkeypatch, "diffeocf")
     for record in records:
         record.unlink()
-    again = tmp_path / "portraits" / "again" / "diffeocf"
-    again.mkdir(parents=True)
-    calls = counted(monkeypatch, "diffeocf")
-    assert len(fill(case, asked_for(tmp_path, methods=[], trials=0))[0][1].chain()) == 1
-    assert not calls and again.is_dir()  # a run that only shows leaves begun batches alone
+    assert len(fill(case, asked_for(tmp_path, methods=[], trials=0))[0][1].chain()) == 1  # it only shows
+    assert not any(record.exists() for record in records)
+    fill(case, arguments)
+    assert not calls and [json.loads(record.read_text()) for record in records] == kept  # batches were kept
+    for record in records:
+        record.unlink()
+    shutil.rmtree(tmp_path / "portraits" / "counterfactuals")
     second = fill(case, arguments)[0][1].chain()
     pairs = [2] * (sum(valid) // 2) + [1] * (sum(valid) % 2)  # of pictures with a valid first one
     assert calls == [2, 2, *pairs] and json.loads(records[0].read_text()) == kept[0]
     found = np.array(json.loads(records[1].read_text())["found"]["change"])
     assert found.size and np.allclose(found, kept[1]["found"]["change"], atol=1e-3)  # the same seeds in other batches
     assert case.firsts(row, case.start(row)).k == 1 and case.firsts(Row.of("dive"), case.start(Row.of("dive"))).k == K
-    assert not again.exists()
     assert [table.key for table in second] == ["", "encodings", "worth", "attributes"] == [one.key for one in first]
     assert second[1].rows["diffeocf"].keys() == {column.key for column in ENCODED} and len(second[1].controls) == 5
     assert second[3].rows == first[3].rows
@@ -469,7 +472,7 @@ def test_a_method_that_breaks_is_reported_and_the_others_go_on(
     assert command.main([*few[:asked], *files]) == 0
     shown = json.loads((tmp_path / "tables.json").read_text())
     assert shown["table1"] == {name: row for name, row in content["table1"].items() if name != "dive"}
-    assert not list((tmp_path / "rows" / "portraits" / "unfinished").iterdir())  # whole rows need no batches
+    assert {"diffeocf", "ace@latent"} <= {kept.name for kept in (tmp_path / "rows/portraits/counterfactuals").iterdir()}
     assert shown["did_not_run"] == {} and (tmp_path / "tables-portraits.png").read_bytes() == picture
     batches = ["--tables", "3", "--timing-batch", "2", "3", "2"]
     assert command.main(["--world", "portraits", *batches, "--methods", *files]) == 0
