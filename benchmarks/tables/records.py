@@ -12,7 +12,8 @@
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
 settings, pictures. Where any of that differs it counts for nothing, and the part is measured again. It knows nothing of
-the code: whoever changes a method deletes its records. Another folder for records and cache measures everything afresh.
+the code: whoever changes a method deletes its records and batches. Another folder for records and cache measures
+everything afresh.
 """
 
 import json
