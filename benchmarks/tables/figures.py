@@ -113,16 +113,15 @@ def round_trip(case: Case, data: Sample) -> Tensor:
         return torch.cat([prior.decode(prior.encode(part)).clamp(0, 1) for part in data.images.split(case.batch)])
 
 
-def gained(case: Case, run: Run, pictures: Sequence[int], repairs: int) -> Figure:
+def gained(case: Case, run: Run, repairs: int) -> Figure:
     """The share of the student's group error that is gone after fine-tuning on this method's false counterfactuals.
 
     It is the mean of as many fine-tunings as there are `repairs`, and the interval is that of their seeds. Where no
     valid counterfactual is false there is nothing to learn from, the student stays as it is, and the gain is 0.
-    `pictures` says which of all the run's are: what is held out of a fine-tuning hangs on it.
     """
     if repairs < 1:
         return Figure(math.nan)
-    chosen = [(int(b), int(k)) for b, k in np.argwhere(valid_flips(run))] if run.sets else []
+    chosen = [(int(b), int(k)) for b, k in np.argwhere(valid_flips(run))]
     false = []
     if chosen:
         pairs = Pairs(
@@ -140,7 +139,7 @@ def gained(case: Case, run: Run, pictures: Sequence[int], repairs: int) -> Figur
     lessons = Labelled.of(
         torch.stack([run.sets[b].images[k] for b, k in false]),
         run.data.labels[[b for b, _ in false]],
-        [pictures[b] for b, _ in false],
+        [b for b, _ in false],
     )
     parts = [case.classifier.content_hash.encode(), str(asdict(case.repair)).encode()]
     parts += [lessons.images.numpy().tobytes(), lessons.labels.numpy().tobytes()]

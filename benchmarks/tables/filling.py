@@ -199,7 +199,7 @@ class Filling:
         """How different the first two counterfactuals are in their attributes, where both are valid."""
 
         def work() -> Found:
-            _, run = self.valid_run(row, settings)
+            run = self.valid_run(row, settings)
             change = self.attributes.pairs(run).round(4).tolist() if run.sets else []
             return {"attributes": list(self.attributes.reader.labels), "change": change}
 
@@ -212,8 +212,8 @@ class Filling:
         """How much of the student's group error is gone after it has learned from the row's counterfactuals."""
 
         def work() -> Found:
-            pictures, run = self.valid_run(row, settings)
-            return as_found({"gain": gained(self.case, run, pictures, self.arguments.repairs)})
+            run = run_of(self.case, row, self.data, self.make(row, settings))
+            return as_found({"gain": gained(self.case, run, self.arguments.repairs)})
 
         of = {**self.counterfactuals_of(row, settings), **self.gain_of()}
         found = self.records.once("gain", row.name, of, self.if_asked(row, work))
@@ -230,17 +230,17 @@ class Filling:
         batches = self.records.counterfactuals / self.case.place(row, settings, self.data)
         return self.make(row, settings) if batches.is_dir() else []
 
-    def valid_run(self, row: Row, settings: AnySettings) -> tuple[list[int], Run]:
-        """(pictures whose first counterfactual is valid, all counterfactuals of these).
+    def valid_run(self, row: Row, settings: AnySettings) -> Run:
+        """All counterfactuals of the pictures whose first is valid.
 
-        Of a row whose batches were not kept these are made again; the other pictures' tell nothing more.
+        Of a row whose batches were not kept they are made again, without those of the other pictures.
         """
         pictures = np.flatnonzero(self.valid[row.name]).tolist()
         if every := self.at_hand(row, settings):
             sets = [every[picture] for picture in pictures]
         else:
             sets = self.make(row, settings, pictures) if pictures else []
-        return pictures, run_of(self.case, row, self.data.pick(pictures), sets)
+        return run_of(self.case, row, self.data.pick(pictures), sets)
 
     def if_asked(self, row: Row, work: Callable[[], Found]) -> Callable[[], Found] | None:
         """Work that is done for rows that were asked for."""
