@@ -115,9 +115,9 @@ class Filling:
             if 1 in self.tables:
                 self.fill_methods(row, settings)
             if row.name in self.told:
+                self.fill_gain(row, settings)  # needs whole rows, of which the others then have what they need
                 self.fill_changes(row, settings)
                 self.fill_pairs(row, settings)
-                self.fill_gain(row, settings)
                 self.tables[1].rows[row.name] = chosen(self.told[row.name], COLUMNS1)
             if 2 in self.tables and row == OWN:
                 self.fill_sources(settings)
