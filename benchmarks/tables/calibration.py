@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from audit.metrics import sparsity
-from benchmarks.tables.case import Case, change, make_sets, run_of
+from benchmarks.tables.case import Case, change, run_of
+from benchmarks.tables.counterfactuals import make_sets
 from benchmarks.tables.plan import CANDIDATES, Row
 from worlds.world import Sample
 

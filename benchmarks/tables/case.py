@@ -1,23 +1,18 @@
-"""What all methods are compared on, and their counterfactuals, each batch of which is made once.
+"""What all methods are compared on.
 
 Shapes: images [N, 3, H, W] in [0, 1].
 """
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from audit.classifier import HuggingFaceClassifier
 from audit.explain import Explainer, distil_pair, runners_up
@@ -26,14 +21,12 @@ from audit.finetune_settings import FinetuneSettings
 from audit.lpips import LPIPS
 from benchmarks.quality import DISTIL_IMAGES, DISTIL_SEED, Run
 from benchmarks.tables.network import QuickPrior
-from benchmarks.tables.plan import MEMORY, SPACES, TOGETHER, K, Row
-from engine.counterfactual import Cost, CounterfactualSet
-from engine.guidance import Model
+from benchmarks.tables.plan import MEMORY, SPACES, K, Row
+from engine.counterfactual import CounterfactualSet
 from engine.methods import METHODS, AnySettings
 from engine.prior import Prior
 from engine.surrogate import SurrogatePair
-from engine.tries import query
-from engine.writing import replacing, write_text
+from engine.writing import write_text
 from service.progress import distilling
 from worlds import World
 from worlds.classifiers import RECIPES
@@ -97,10 +90,9 @@ class Case:
         """Where counterfactuals are kept that nobody needs on another machine."""
         return self.cache / self.world.name
 
-    def place(self, row: Row, settings: AnySettings, data: Sample, seeds: Sequence[int] | None = None) -> Path:
-        """The folder of counterfactuals among others; another model, setting, picture or seed is another folder."""
-        parts = [settings.digest, *self.models(row).values(), hash_of_causes(data)]
-        parts += [] if seeds is None else [str(list(seeds))]
+    def place(self, row: Row, settings: AnySettings) -> Path:
+        """The folder of a row's counterfactuals among others; another model or setting is another folder."""
+        parts = [settings.digest, *self.models(row).values()]
         return Path(row.name) / hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def models(self, row: Row) -> dict[str, str]:
@@ -126,10 +118,6 @@ class Case:
         learned = self.world.poisoned(recipe.images, recipe.seed, recipe.rho)
         return Labelled.of(learned.images, learned.labels)
 
-    def firsts(self, row: Row, settings: AnySettings) -> AnySettings:
-        """Settings that make no more than the first counterfactuals which these would make."""
-        return settings if row.method in TOGETHER else settings.changed(k=1)
-
     @cached_property
     def tested(self) -> Sample:
         """Unpoisoned pictures for the gain."""
@@ -148,99 +136,6 @@ def hash_of_causes(data: Sample) -> str:
     made of them is to be found there nevertheless.
     """
     return hashlib.sha256(data.factors.round(6).to_csv(index=False).encode()).hexdigest()
-
-
-def make_sets(
-    case: Case,
-    row: Row,
-    settings: AnySettings,
-    data: Sample,
-    root: Path | None = None,
-    seeds: Sequence[int] | None = None,
-) -> list[CounterfactualSet]:
-    """The counterfactuals of pictures by one method, each batch read from the disk or made and written there.
-
-    They lie under `root`, without one under the case's trials. Without `seeds` a picture's is its place.
-    """
-    folder = (case.trials if root is None else root) / case.place(row, settings, data, seeds)
-    seeds = range(len(data.images)) if seeds is None else seeds
-    images, sets = data.images, list[CounterfactualSet]()
-    targets = case.targets(images)
-    title = f"{case.world.name} {row.name}"
-    for start in tqdm(range(0, len(images), case.batch), desc=title, unit="batch", leave=False):
-        rows = slice(start, start + case.batch)
-        file = folder / f"{start:05d}.safetensors"
-        if not file.is_file():
-            made = METHODS[row.method](
-                case.prior(row.space),
-                case.classifier,
-                case.surrogates.guide,
-                images[rows],
-                targets[rows],
-                settings,
-                list(seeds[rows]),
-                perceptual=case.perceptual,
-            )
-            write_sets(made, file)
-        sets += read_sets(file, case.classifier, images[rows], settings)
-    return sets
-
-
-def write_sets(sets: Sequence[CounterfactualSet], file: Path) -> None:
-    """A batch of counterfactual sets as one safetensors file, written under a temporary name.
-
-    Pictures have 8 bits, as any that a person is shown, and edits one bit a pixel.
-    """
-    edits = np.packbits(torch.stack([found.edit_masks for found in sets]).numpy(), axis=-1)
-    images = torch.stack([found.images for found in sets]).mul(255).round().byte()
-    rest = [
-        {
-            "target": found.target,
-            "seed": found.seed,
-            "factors": found.factors,
-            "hashes": found.hashes,
-            "costs": [dataclasses.asdict(cost) for cost in found.costs],
-            "setup": dataclasses.asdict(found.setup),
-        }
-        for found in sets
-    ]
-    with replacing(file) as partial:
-        save_file({"images": images, "edits": torch.from_numpy(edits)}, partial, {"sets": json.dumps(rest)})
-
-
-def read_sets(file: Path, f: Model, x0: Tensor, settings: AnySettings) -> list[CounterfactualSet]:
-    """The counterfactual sets of a file that `write_sets` wrote; f is asked of the pictures as they are stored.
-
-    What flips only between two grey levels has not flipped.
-    """
-    with safe_open(file, "pt") as stored:
-        rest = json.loads(stored.metadata()["sets"])
-        rounded, bits = stored.get_tensor("images"), stored.get_tensor("edits")
-    edits = torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=x0.shape[-1])).bool()
-    images = torch.where(edits, rounded.to(x0.dtype) / 255, x0[:, None])
-    with torch.no_grad():
-        source_logits = query(f, x0)
-        logits = query(f, images.flatten(0, 1)).unflatten(0, images.shape[:2])
-    return [
-        CounterfactualSet(
-            x0=x0[b],
-            source=int(source_logits[b].argmax()),
-            target=one["target"],
-            images=images[b],
-            soft_masks=edits[b].to(x0.dtype),
-            edit_masks=edits[b],
-            flipped=tuple((logits[b].argmax(1) == one["target"]).tolist()),
-            logits=logits[b],
-            source_logits=source_logits[b],
-            seed=one["seed"],
-            recipe=settings,
-            factors=tuple(one["factors"]),
-            hashes=one["hashes"],
-            costs=tuple(Cost(**cost) for cost in one["costs"]),
-            setup=Cost(**one["setup"]),
-        )
-        for b, one in enumerate(rest)
-    ]
 
 
 def run_of(case: Case, row: Row, data: Sample, sets: list[CounterfactualSet]) -> Run:

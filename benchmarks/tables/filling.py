@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import benchmarks.tables
-from benchmarks.quality import Run
 from benchmarks.tables.attributes import CONTROL, Attributes, controls, worth
 from benchmarks.tables.calibration import calibrate, calibration_of
-from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, make_sets, run_of
+from benchmarks.tables.case import GAIN_TEST_SEED, N_GAIN_TEST, TEST_SEED, Case, run_of
 from benchmarks.tables.cost import ON_ONNX, TIMING_RUNS, Clock, Timing
+from benchmarks.tables.counterfactuals import make_sets
 from benchmarks.tables.figures import Figure, Figures, gained, measured, on_same_pictures, valid_flips
 from benchmarks.tables.paper import PAPER1, PAPER2, PAPER3, PAPER_ROW
 from benchmarks.tables.plan import ROWS, SOURCES, K, Row
@@ -180,14 +180,11 @@ class Filling:
             self.pictures[row.name] = self.records.kept_pictures("table1", row.name, self.case.world.size)
 
     def fill_changes(self, row: Row, settings: AnySettings) -> None:
-        """Which attributes the row's first counterfactuals moved, and how sparse that is.
-
-        Rows that were measured before batches were kept have no counterfactuals; their first ones are made again.
-        """
+        """Which attributes the row's first counterfactuals moved, and how sparse that is."""
 
         def work() -> Found:
-            sets = self.at_hand(row, settings) or self.make(row, self.case.firsts(row, settings))
-            change = self.attributes.change(self.data.images, torch.stack([one.images[0] for one in sets]))
+            first = torch.stack([one.images[0] for one in self.make(row, settings)])
+            change = self.attributes.change(self.data.images, first)
             return {"attributes": list(self.attributes.reader.labels), "change": change.round(4).tolist()}
 
         found = self.records.once("attributes", row.name, self.read_of(row, settings), self.if_asked(row, work))
@@ -199,7 +196,8 @@ class Filling:
         """How different the first two counterfactuals are in their attributes, where both are valid."""
 
         def work() -> Found:
-            run = self.valid_run(row, settings)
+            pictures = np.flatnonzero(self.valid[row.name]).tolist()
+            run = run_of(self.case, row, self.data.pick(pictures), self.make(row, settings, pictures))
             change = self.attributes.pairs(run).round(4).tolist() if run.sets else []
             return {"attributes": list(self.attributes.reader.labels), "change": change}
 
@@ -221,26 +219,9 @@ class Filling:
             self.told[row.name] |= as_figures(found)
 
     def make(self, row: Row, settings: AnySettings, pictures: Sequence[int] | None = None) -> list[CounterfactualSet]:
-        """Counterfactuals of all pictures or of some, each with its own seed; batches that were kept are read."""
+        """Counterfactuals of all pictures or of some, each with its own seed; what was kept is read."""
         data = self.data if pictures is None else self.data.pick(list(pictures))
         return make_sets(self.case, row, settings, data, self.records.counterfactuals, pictures)
-
-    def at_hand(self, row: Row, settings: AnySettings) -> list[CounterfactualSet]:
-        """All counterfactuals of a row of Table 1; none of one that was measured before batches were kept."""
-        batches = self.records.counterfactuals / self.case.place(row, settings, self.data)
-        return self.make(row, settings) if batches.is_dir() else []
-
-    def valid_run(self, row: Row, settings: AnySettings) -> Run:
-        """All counterfactuals of the pictures whose first is valid.
-
-        Of a row whose batches were not kept they are made again, without those of the other pictures.
-        """
-        pictures = np.flatnonzero(self.valid[row.name]).tolist()
-        if every := self.at_hand(row, settings):
-            sets = [every[picture] for picture in pictures]
-        else:
-            sets = self.make(row, settings, pictures) if pictures else []
-        return run_of(self.case, row, self.data.pick(pictures), sets)
 
     def if_asked(self, row: Row, work: Callable[[], Found]) -> Callable[[], Found] | None:
         """Work that is done for rows that were asked for."""

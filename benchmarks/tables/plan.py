@@ -15,8 +15,6 @@ SPACES = {"latent": LATENT, "pixel": PIXEL}
 
 IN_PIXELS = ("dime", "fastdime", "fastdime-2", "fastdime-2+", "ace", "sce")
 """Methods whose authors ran them on a diffusion over pixels."""
-TOGETHER = ("dive",)
-"""Methods whose first counterfactual is another where no second is asked for."""
 SOURCES: dict[str, str] = {
     "vanilla": "Vanilla gradient",
     "smoothgrad": "SmoothGrad",
