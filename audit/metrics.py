@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.stats import t as student_t
 from torch import Tensor
 
 from engine.errors import InputError
@@ -44,6 +45,7 @@ __all__ = [
     "group_accuracies",
     "hoyer_sparsity",
     "mean_of",
+    "mean_of_few",
     "mnac",
     "na",
     "nafr",
@@ -64,7 +66,7 @@ EDITED = 0.5 / 255
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean of n values with its 95 % normal interval; NaN where there is none."""
+    """A mean of n values with its 95 % interval; NaN where there is none."""
 
     value: float
     n: int
@@ -73,7 +75,16 @@ class Mean:
 
 
 def mean_of(values: Array, confidence: float = CONFIDENCE) -> Mean:
-    """Mean of all values that are not NaN; the interval is unbounded where n < 2."""
+    """Mean of all values that are not NaN, with a normal interval; it is unbounded where n < 2."""
+    return _mean(values, lambda n: NormalDist().inv_cdf(0.5 + confidence / 2))
+
+
+def mean_of_few(values: Array, confidence: float = CONFIDENCE) -> Mean:
+    """As `mean_of`, with Student's t: the interval of a handful of values, whose spread is hardly known."""
+    return _mean(values, lambda n: float(student_t.ppf(0.5 + confidence / 2, n - 1)))
+
+
+def _mean(values: Array, quantile: Callable[[int], float]) -> Mean:
     data = np.asarray(values, dtype=np.float64).ravel()
     data = data[~np.isnan(data)]
     if len(data) == 0:
@@ -81,7 +92,7 @@ def mean_of(values: Array, confidence: float = CONFIDENCE) -> Mean:
     value = float(data.mean())
     if len(data) == 1:
         return Mean(value, 1, -math.inf, math.inf)
-    half = NormalDist().inv_cdf(0.5 + confidence / 2) * float(data.std(ddof=1)) / math.sqrt(len(data))
+    half = quantile(len(data)) * float(data.std(ddof=1)) / math.sqrt(len(data))
     return Mean(value, len(data), value - half, value + half)
 
 

@@ -15,18 +15,16 @@ Intervals are Student's t over the seeds. Everything is kept under --out; a run 
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from scipy.stats import t as student_t
 
 from audit.cfkd import RESULT_FORMAT, repair
 from audit.explain import Explainer, distil_pair
+from audit.metrics import mean_of_few
 from audit.policy import Policy
 from audit.report import build, write
 from audit.run import audit
@@ -41,7 +39,6 @@ SEEDS = (0, 1, 2)
 AUDITED_SEED = 460_001
 N_DISTIL = 2_000
 BATCH = 20
-CONFIDENCE = 0.95
 GAIN, LOSS = 0.60, 0.01
 CHANGED = ("worst_group", "aga", "accuracy", "poisoned", "ece")
 KEPT = ("seed", "gain", "verdict_before", *(f"{name}_{when}" for name in CHANGED for when in ("before", "after")))
@@ -49,11 +46,8 @@ KEPT = ("seed", "gain", "verdict_before", *(f"{name}_{when}" for name in CHANGED
 
 def interval(values: Sequence[float]) -> dict[str, float]:
     """Mean, and the bounds between which Student's t puts it."""
-    mean = fmean(values)
-    if len(values) < 2:
-        return {"mean": mean, "low": -math.inf, "high": math.inf}
-    half = float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    found = mean_of_few(values)
+    return {"mean": found.value, "low": found.lower, "high": found.upper}
 
 
 def repaired(name: str, seed: int, images: int, out: Path, cache: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from benchmarks.numbers import write_numbers
 from benchmarks.quality import RESULTS
 from benchmarks.tables.case import BATCH, CHECK_SEED, TEST_SEED, open_case
 from benchmarks.tables.cost import TIMING_BATCH
-from benchmarks.tables.figures import GAIN_SEEDS
+from benchmarks.tables.figures import EXACT, FEWEST_REPAIRS, MOST_REPAIRS
 from benchmarks.tables.filling import fill
 from benchmarks.tables.plan import CALIBRATION_IMAGES, ROWS, SHORT, TRIALS, Row
 from benchmarks.tables.printing import write_results
@@ -90,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tables", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--trials", type=int, default=TRIALS, help="settings tried per method, 0 for the defaults")
     parser.add_argument("--calibration-images", type=int, default=CALIBRATION_IMAGES)
-    parser.add_argument("--repairs", type=int, default=GAIN_SEEDS, help="fine-tunings that the gain is a mean of")
+    parser.add_argument("--repairs", type=int, default=MOST_REPAIRS, help="fine-tunings for the gain, at the most")
     parser.add_argument("--repair-steps", type=int, help="steps of a fine-tuning (default: those of pfungst cfkd)")
     parser.add_argument("--batch", type=int, default=BATCH, help="pictures at a time")
     parser.add_argument(
@@ -162,8 +162,10 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "Table 1, the pixel-space network runs on ONNX Runtime, its gradient too, to spare hours.",
         "DiME, FastDiME, ACE and SCE run on a pixel-space diffusion, the others on the latent prior; (latent) marks "
         "those that ran there instead.",
-        f"Gain: mean of {arguments.repairs} repairs by `pfungst cfkd` with the method's own false counterfactuals, as "
-        "the oracle judges them; 0 where a method found none. Its interval is that of the repairs' seeds.",
+        f"Gain: mean of {FEWEST_REPAIRS} to {arguments.repairs} repairs by `pfungst cfkd` with the method's own false "
+        "counterfactuals, as the oracle judges them; 0 where a method found none. They are repeated with other seeds "
+        f"until Student's interval of the mean is within {EXACT:.1%} of it, which those that repair everything are at "
+        "once.",
         "The perceptual loss of DiME and FastDiME is LPIPS."
         if arguments.lpips
         else "DiME and FastDiME run without their perceptual loss, for which no network is embedded; see --lpips.",

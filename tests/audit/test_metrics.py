@@ -25,6 +25,7 @@ from audit.metrics import (
     group_accuracies,
     hoyer_sparsity,
     mean_of,
+    mean_of_few,
     mnac,
     na,
     nafr,
@@ -176,6 +177,13 @@ def test_mean_of_leaves_nan_out() -> None:
     mean = mean_of([1.0, 2.0, 3.0, math.nan])
     assert (mean.value, mean.n) == (2.0, 3)
     assert mean.upper - mean.value == pytest.approx(1.95996 / math.sqrt(3), rel=1e-4)
+
+
+def test_the_interval_of_few_values_is_students() -> None:
+    mean = mean_of_few([1.0, 2.0, 3.0, math.nan])
+    assert (mean.value, mean.n) == (2.0, 3)
+    assert mean.value - mean.lower == mean.upper - mean.value == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
+    assert (mean_of_few([0.5]).lower, mean_of_few([]).n) == (-math.inf, 0)
 
 
 # Realism ---------------------------------------------------------------------------------------------------------

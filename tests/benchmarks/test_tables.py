@@ -29,13 +29,11 @@ from benchmarks.tables.case import (
     Case,
     change,
     hash_of_causes,
-    make_sets,
     open_case,
-    read_sets,
     run_of,
-    write_sets,
 )
 from benchmarks.tables.cost import Timing
+from benchmarks.tables.counterfactuals import contents, make_sets, name_of, read_sets, write_sets
 from benchmarks.tables.figures import Figure, measured, noisy, on_same_pictures
 from benchmarks.tables.filling import compare_cost, fill
 from benchmarks.tables.network import QuickPrior, Recorded, halves
@@ -224,10 +222,10 @@ def test_directions_are_compared_in_the_units_that_lengths_are_measured_in(case:
     assert np.allclose(np.linalg.norm(encoded, axis=2).ravel(), np.linalg.norm(lengths, axis=1))
 
 
-def test_what_a_row_lacks_is_measured_of_its_batches_and_without_them_of_new_ones(
+def test_what_a_row_lacks_is_measured_of_what_was_kept_and_without_it_made_again(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row, arguments = Row.of("diffeocf"), asked_for(tmp_path, trials=0)
+    arguments = asked_for(tmp_path, trials=0)
     first = fill(case, arguments)[0][1].chain()
     records = [tmp_path / "portraits" / part / "diffeocf.json" for part in ("attributes", "pairs", "gain")]
     kept = [json.loads(record.read_text()) for record in records]
@@ -245,16 +243,16 @@ def test_what_a_row_lacks_is_measured_of_its_batches_and_without_them_of_new_one
     shutil.rmtree(batches)
     fill(case, arguments)
     assert calls == [2, 2] and json.loads(records[0].read_text()) == kept[0]  # one whole row for all that it lacks
-    for record in records[:2]:
-        record.unlink()
+    records[1].unlink()
     shutil.rmtree(batches)
     calls.clear()
     second = fill(case, arguments)[0][1].chain()
-    pairs = [2] * (sum(valid) // 2) + [1] * (sum(valid) % 2)  # of pictures with a valid first one
-    assert calls == [2, 2, *pairs] and json.loads(records[0].read_text()) == kept[0]
+    assert calls == [2] * (sum(valid) // 2) + [1] * (sum(valid) % 2)  # of pictures with a valid first one
     found = np.array(json.loads(records[1].read_text())["found"]["change"])
     assert found.size and np.allclose(found, kept[1]["found"]["change"], atol=1e-3)  # the same seeds in other batches
-    assert case.firsts(row, case.start(row)).k == 1 and case.firsts(Row.of("dive"), case.start(Row.of("dive"))).k == K
+    records[0].unlink()
+    fill(case, arguments)
+    assert sum(calls) == 4 and json.loads(records[0].read_text()) == kept[0]  # the others join those that were kept
     assert [table.key for table in second] == ["", "encodings", "worth", "attributes"] == [one.key for one in first]
     assert second[1].rows["diffeocf"].keys() == {column.key for column in ENCODED} and len(second[1].controls) == 5
     assert second[3].rows == first[3].rows
@@ -304,39 +302,43 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return calls
 
 
-def test_finished_batches_are_read_back_to_the_bit_and_only_missing_ones_are_made(
+def test_finished_counterfactuals_are_read_back_to_the_bit_and_only_missing_ones_are_made(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Row.of("diffeocf")
-    settings, data = case.start(row), case.world.sample(4, 5)
+    settings, data = case.start(row), case.world.sample(5, 5)
     calls = counted(monkeypatch, "diffeocf")
-    first = make_sets(case, row, settings, data)
+    first = make_sets(case, row, settings, data.pick(slice(4)))
     assert calls == [2, 2]
-    files = sorted((case.trials / case.place(row, settings, data)).iterdir())
-    assert [file.name for file in files] == ["00000.safetensors", "00002.safetensors"]
-    files[1].unlink()  # as if the run had been killed there
-    again = make_sets(case, row, settings, data)
+    kept = contents(case.trials / case.place(row, settings))
+    files = [kept[name_of(data, place, place)] for place in range(4)]
+    assert [place for _, place in files] == [0, 1, 0, 1] and files[0][0] == files[1][0] != files[2][0] == files[3][0]
+    files[2][0].unlink()  # as if the run had been killed there
+    again = make_sets(case, row, settings, data.pick(slice(4)))
     assert calls == [2, 2, 2]
-    for one, other in zip(first, again, strict=True):
+    some = make_sets(case, row, settings, data.pick([3, 4, 0]), seeds=[3, 4, 0])  # one of them was never made
+    assert calls == [2, 2, 2, 1] and [one.seed for one in some] == [3, 4, 0]
+    for one, other in zip([*first, first[3], first[0]], [*again, some[0], some[2]], strict=True):
         assert torch.equal(one.images, other.images) and torch.equal(one.edit_masks, other.edit_masks)
-        assert one.edit_masks.dtype == torch.bool
+        assert torch.equal(one.x0, other.x0) and one.edit_masks.dtype == torch.bool
         assert (one.flipped, one.seed, one.hashes, one.factors) == (
             other.flipped,
             other.seed,
             other.hashes,
             other.factors,
         )
-    make_sets(case, row, settings.changed(rate=0.04), data)  # another setting is another folder
-    assert calls == [2] * 5
+    make_sets(case, row, settings, data.pick([0]), seeds=[1])  # another seed is another counterfactual
+    make_sets(case, row, settings.changed(rate=0.04), data.pick([0, 1]))  # another setting is another folder
+    assert calls == [2, 2, 2, 1, 1, 2]
+    assert make_sets(case, row, settings, data.pick([])) == []
 
 
 def test_pictures_are_known_by_their_causes_so_that_another_rounding_finds_what_was_made_of_them(case: Case) -> None:
     data = case.world.sample(3, 5)
     elsewhere = dataclasses.replace(data, images=(data.images - 1 / 255).clamp_min(0))
     others = case.world.sample(3, 6)
-    row = Row.of("diffeocf")
-    here, there, other = (case.place(row, case.start(row), one) for one in (data, elsewhere, others))
-    assert here == there != other
+    here, there, other = (name_of(one, 2, 2) for one in (data, elsewhere, others))
+    assert here == there != other != name_of(data, 1, 2) != here != name_of(data, 2, 1)
     assert hash_of_causes(data.pick(slice(2))) != hash_of_causes(data)
 
 
@@ -354,7 +356,7 @@ def test_the_shipped_surrogates_are_found_on_any_machine(
 def test_a_set_survives_the_disk_as_pictures_of_eight_bits_that_the_classifier_is_asked_about_again(
     case: Case, tmp_path: Path
 ) -> None:
-    row, file = Row.of("diffeocf"), tmp_path / "sets.safetensors"
+    row = Row.of("diffeocf")
     settings, images = case.start(row), case.world.sample(2, 6).images
     sets = METHODS["diffeocf"](
         case.prior("latent"), case.classifier, None, images, case.targets(images), settings, [0, 1]
@@ -362,8 +364,10 @@ def test_a_set_survives_the_disk_as_pictures_of_eight_bits_that_the_classifier_i
     half = sets[0].edit_masks.clone()
     half[..., :32] = False  # some of the picture is left alone
     sets[0] = dataclasses.replace(sets[0], edit_masks=half)
-    write_sets(sets, file)
-    read = read_sets(file, case.classifier, images, settings)
+    write_sets(sets, ["one", "other"], tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert contents(tmp_path) == {"one": (file, 0), "other": (file, 1)}
+    read = read_sets(file, [0, 1], case.classifier, images, settings)
     for one, other in zip(sets, read, strict=True):
         assert torch.equal(one.edit_masks, other.edit_masks) and torch.equal(one.x0, other.x0)
         edit = one.edit_masks.expand_as(one.images)
@@ -374,7 +378,8 @@ def test_a_set_survives_the_disk_as_pictures_of_eight_bits_that_the_classifier_i
         assert other.flipped == tuple(asked.tolist())
         for name in ("source", "target", "seed", "recipe", "factors", "hashes", "costs", "setup"):
             assert getattr(one, name) == getattr(other, name), name
-    assert [found.name for found in tmp_path.iterdir()] == ["sets.safetensors"]
+    (last,) = read_sets(file, [1], case.classifier, images[1:], settings)
+    assert last.seed == 1 and torch.equal(last.images, read[1].images) and list(tmp_path.iterdir()) == [file]
 
 
 def test_calibration_keeps_to_its_budget_and_takes_the_best_score(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +408,20 @@ def test_only_the_best_two_candidates_see_all_pictures(case: Case, monkeypatch: 
     chosen, trials = calibrate(case, row, trials=4, pictures=6)
     assert chosen == {"rate": 0.04}
     assert [trial["pictures"] for trial in trials] == [6, 2, 2, 6]  # the earlier of equals comes along
+
+
+def test_repairs_are_repeated_until_their_mean_is_exact() -> None:
+    seeds: list[int] = []
+
+    def gives(*values: float) -> Callable[[int], float]:
+        seeds.clear()
+        return lambda seed: (seeds.append(seed), values[seed % len(values)])[1]
+
+    assert Figure.of(judged.repeated(gives(1.0), 20)) == Figure(1.0, 1.0, 1.0, judged.FEWEST_REPAIRS)
+    assert seeds == list(range(judged.FEWEST_REPAIRS))
+    assert judged.repeated(gives(0.8, 0.9), 20).n == len(seeds) == 20
+    few = judged.repeated(gives(0.8, 0.9), 3)
+    assert seeds == [0, 1, 2] and few.upper - few.value == pytest.approx(4.3027 * 0.1 / 3, rel=1e-4)
 
 
 def test_figures_carry_intervals_and_the_gain_of_nothing_learned_is_nothing(
