@@ -10,12 +10,12 @@ is missing: `--methods NAME …` measures these rows and shows all that are on r
 A row that cannot run, for want of weights or because its method breaks, stands in the tables with the reason.
 `NAME@latent` runs a method on the world's latent prior instead of its own pixel-space diffusion.
 
-    plan           rows, candidates of calibration          figures    Tables 1 and 2 in numbers
-    paper          the paper's numbers                       cost       Table 3 in numbers
-    case           what is compared, counterfactuals         filling    rows from records, or measured
-    calibration    the best candidate of a method            records    what is kept from run to run
-    network        the pixel-space network on ONNX Runtime   attributes what sparsity is measured in, and its worth
-                                                             printing   Markdown, CSV, JSON, picture grid
+    plan             rows, candidates of calibration          figures     Tables 1 and 2 in numbers
+    paper            the paper's numbers                       cost        Table 3 in numbers
+    case             what is compared                          filling     rows from records, or measured
+    calibration      the best candidate of a method            records     what is kept from run to run
+    counterfactuals  each made once, kept with its picture     attributes  what sparsity is measured in, and its worth
+    network          the pixel-space network on ONNX Runtime   printing    Markdown, CSV, JSON, picture grid
 
 How long N = 100 takes for one world and one thread, as a model from counted calls. A row makes 240 counterfactuals: 200
 for Table 1 (K = 2) and 40 for calibration. A call of the pixel-space network took 0.012 s a picture alone on 2 cores,
@@ -31,6 +31,6 @@ and 0.033 s with its backward pass beside another such process.
     dime          820 to 3240                         1 to 4 h
     sce-lite-hq, dive, diffeocf                       2 to 10 min
 
-The gain adds 5 fine-tunings, about 4 min, to each row. With --short DiME executes 15 steps (120 calls), ACE half and
+The gain adds 5 to 20 fine-tunings, about 2 to 8 min, to each row. With --short DiME executes 15 steps (120 calls), ACE half and
 SCE a quarter of their calls.
 """

@@ -6,8 +6,9 @@
     FOLDER/WORLD/attributes/METHOD.json    how far each attribute of each picture moved
     FOLDER/WORLD/pairs/METHOD.json         the same of pictures with two valid counterfactuals, for both of them
     FOLDER/WORLD/gain/METHOD.json          what the student gains by learning from the counterfactuals
-    FOLDER/WORLD/counterfactuals/METHOD/   what all of these were measured of, in batches: a row goes on from there, and
-                                           whoever wants another figure of it has not to make them again
+    FOLDER/WORLD/counterfactuals/METHOD/   what all of these were measured of (benchmarks.tables.counterfactuals): a row
+                                           goes on from there, and whoever wants another figure of it has not to make
+                                           them again
     FOLDER/WORLD/SEED/table1/METHOD.json   and so on: all that was measured on other pictures than the tables' own
 
 A full comparison takes many hours, more than one machine may be had for. A record says what it was measured of: models,
