@@ -141,7 +141,7 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "candidates were picked from more than two hundred settings tried on further pictures of these worlds, when "
         "the baselines' rows were known; the baselines' candidates have had no such search. Portraits' were exchanged "
         "once more after a look at the tables' own pictures, for likelier hair; histology's were on trial there once, "
-        "for more gain, and as that stayed the same (83.5) they were not exchanged.",
+        "for more gain, and as that stayed the same they were not exchanged.",
         "The score took the place of one that punished edited area, which chose worse settings for ACE and would have "
         "chosen a sharp gradient for SCE-LITE-HQ in histology, whose smoothed one edits more.",
         "Bold is best, underlined second best, by the printed number. Small figures are 95 % intervals; in Table 3 the "
