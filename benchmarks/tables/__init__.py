@@ -31,6 +31,6 @@ and 0.033 s with its backward pass beside another such process.
     dime          820 to 3240                         1 to 4 h
     sce-lite-hq, dive, diffeocf                       2 to 10 min
 
-The gain adds 5 to 20 fine-tunings, about 2 to 8 min, to each row. With --short DiME executes 15 steps (120 calls), ACE half and
-SCE a quarter of their calls.
+The gain adds 5 to 20 fine-tunings, about 2 to 8 min, to each row. With --short DiME executes 15 steps (120 calls), ACE
+half and SCE a quarter of their calls.
 """
