@@ -164,8 +164,8 @@ def notes(arguments: argparse.Namespace) -> list[str]:
         "those that ran there instead.",
         f"Gain: mean of {FEWEST_REPAIRS} to {arguments.repairs} repairs by `pfungst cfkd` with the method's own false "
         "counterfactuals, as the oracle judges them; 0 where a method found none. They are repeated with other seeds "
-        f"until Student's interval of the mean is within {EXACT:.1%} of it, which those that repair everything are at "
-        "once.",
+        f"until Student's interval of the mean is within {100 * EXACT} points of it, which those that "
+        "repair everything are at once.",
         "The perceptual loss of DiME and FastDiME is LPIPS."
         if arguments.lpips
         else "DiME and FastDiME run without their perceptual loss, for which no network is embedded; see --lpips.",
